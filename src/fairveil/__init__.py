@@ -1,0 +1,1 @@
+"""Federated learning that is private, fair and personal."""

@@ -1,0 +1,31 @@
+"""The systems, one file each, and their registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fairveil.algorithms.base import Algorithm
+from fairveil.algorithms.dp_fedavg import DPFedAvg
+from fairveil.algorithms.global_ import Global
+from fairveil.algorithms.local import Local
+from fairveil.algorithms.oracle import Oracle
+from fairveil.errors import UserError, unknown
+from fairveil.plugins import load_object
+
+ALGORITHMS: dict[str, type[Algorithm[Any]]] = {cls.name: cls for cls in (DPFedAvg, Global, Local, Oracle)}
+
+
+def find_algorithm(name: str) -> type[Algorithm[Any]]:
+    """The class behind a name of the registry, or behind the user's "package.module:Name"."""
+    if ":" not in name:
+        if name not in ALGORITHMS:
+            raise unknown("algorithm.name", name, ALGORITHMS)
+        return ALGORITHMS[name]
+    found = load_object("algorithm.name", name)
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise UserError(
+            f"algorithm.name = {name!r} is not an algorithm.",
+            "It must be a class derived from fairveil.algorithms.base.Algorithm.",
+            "see docs/your-own-algorithm.md",
+        )
+    return found

@@ -1,0 +1,298 @@
+"""The command line. No logic: it reads arguments, calls the library, and prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    name="fairveil",
+    help="Federated learning that is private, fair and personal: every release priced and stated.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML config; see `fairveil new`.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the config.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
+
+def main() -> NoReturn:
+    """Entry point: a user's mistake exits with 2, a fault with 1, each without a traceback."""
+    from fairveil.errors import PrivacyError, RunFault, UserError
+
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        err.print(str(error), markup=False, soft_wrap=True)
+        sys.exit(2)
+    except (PrivacyError, RunFault) as error:
+        err.print(str(error), markup=False, soft_wrap=True)
+        sys.exit(1)
+    sys.exit(0)
+
+
+@app.command()
+def new(
+    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("fairveil.toml"),
+    example: Annotated[str, typer.Option(help="The algorithm to start from.")] = "global",
+) -> None:
+    """Write a commented config to start from."""
+    from fairveil.config import template
+    from fairveil.errors import UserError
+
+    text = template(example, str(path))
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"{path} exists.", "It was left as it is.", "another name: fairveil new my-run.toml") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be written.", f"{error.strerror}.", "a folder you may write to") from None
+    out.print(f"Wrote {path}. Price it: fairveil plan {path}. Run it: fairveil run {path}.", soft_wrap=True)
+
+
+@app.command()
+def plan(config: Config, settings: Settings = None, as_json: AsJson = False) -> None:
+    """Price and check everything; train nothing."""
+    from fairveil.config import load_config
+    from fairveil.plan import make_plan
+
+    planned = make_plan(load_config(config, settings or ()))
+    if as_json:
+        _print_json(planned.to_json())
+        return
+    statement = planned.statement({}, 0.0, complete=False)
+    table = Table(title=f"{planned.config.name}: what will be sent", title_justify="left")
+    for column in ("release", "times", "each"):
+        table.add_column(column)
+    for release in statement.releases:
+        fewest, most = release.planned_per_unit
+        table.add_row(release.kind, str(most) if fewest == most else f"{fewest} to {most}", release.what)
+    out.print(table)
+    out.print(statement.sentence(), markup=False)
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A config; with --resume also a run folder.")],
+    settings: Settings = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    runs: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Train, privately. Ctrl-C stops after saving; --resume goes on to the same result."""
+    from fairveil.config import load_config
+    from fairveil.errors import UserError
+    from fairveil.plan import make_plan
+    from fairveil.run import Interrupted, resume_run, run_plan
+
+    if resume and settings:
+        raise UserError(
+            f"--set {settings[0]} cannot change a run that is under way.",
+            "A resumed run keeps what was planned and promised.",
+            "start a new run, without --resume",
+        )
+    if not resume and config.is_dir():
+        raise UserError(f"{config} is a folder.", "A new run starts from a config.", f"fairveil run {config} --resume")
+    try:
+        with RoundBar() as bar:
+            if resume:
+                result = resume_run(config, runs=runs, progress=bar.show)
+            else:
+                result = run_plan(make_plan(load_config(config, settings or ())), runs=runs, progress=bar.show)
+    except Interrupted as stopped:
+        err.print(str(stopped), markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        _print_json(result.to_json())
+    else:
+        print_result(result)
+
+
+@app.command()
+def account(
+    delta: Annotated[float, typer.Option(help="delta")],
+    records: Annotated[int, typer.Option(min=1, help="N, records of one client")],
+    batch: Annotated[int, typer.Option(min=1, help="b, expected batch")],
+    rounds: Annotated[int, typer.Option(min=1, help="E, rounds")],
+    epsilon: Annotated[float | None, typer.Option(help="the budget; the noise is solved")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="the noise; its price is told")] = None,
+    local_epochs: Annotated[int, typer.Option(min=1, help="K, passes in a round")] = 1,
+    full_first_round: Annotated[bool, typer.Option("--full-first-round", help="round 1 uses all records")] = False,
+    first_round_factor: Annotated[float, typer.Option(help="round 1 has this many times the noise")] = 1.0,
+    select_rounds: Annotated[int, typer.Option(min=0, help="T, private choices")] = 0,
+    select_epsilon: Annotated[float | None, typer.Option(help="epsilon of each choice")] = None,
+    adjacency: Annotated[str, typer.Option(help="add-remove or replace")] = "add-remove",
+    accountant: Annotated[str, typer.Option(help="rdp, pld or tightest")] = "tightest",
+    as_json: AsJson = False,
+) -> None:
+    """The noise for a budget, or the price of a noise, without a config."""
+    from fairveil.plan import Schedule, account_schedule
+
+    schedule = Schedule(
+        records=records, batch=batch, rounds=rounds, local_epochs=local_epochs, full_first_round=full_first_round,
+        first_round_factor=first_round_factor, select_rounds=select_rounds, select_epsilon=select_epsilon,
+    )  # fmt: skip
+    answer = account_schedule(
+        schedule, epsilon=epsilon, noise_multiplier=noise_multiplier, delta=delta, adjacency=adjacency,
+        accountant=accountant,
+    )  # fmt: skip
+    if as_json:
+        _print_json(answer)
+    else:
+        for key, value in answer.items():
+            out.print(f"{key:18}{value}", markup=False)
+
+
+listing = typer.Typer(no_args_is_help=True, help="What there is to choose from.")
+app.add_typer(listing, name="list")
+
+
+@listing.command("algorithms")
+def list_algorithms(as_json: AsJson = False) -> None:
+    """The algorithms, with what each protects and whom it trusts."""
+    from fairveil.algorithms import ALGORITHMS
+
+    rows = []
+    for name, cls in sorted(ALGORITHMS.items()):
+        what = _first_line(sys.modules[cls.__module__])
+        rows.append({"name": name, "what": what, "protects": f"each {cls.unit}", "trusts": cls.trust})
+    _print_rows(rows, as_json)
+
+
+@listing.command("models")
+def list_models(as_json: AsJson = False) -> None:
+    """The models."""
+    from fairveil.models import MODELS
+
+    _print_rows([{"name": name, "what": _first_line(f)} for name, f in sorted(MODELS.items())], as_json)
+
+
+@listing.command("datasets")
+def list_datasets(as_json: AsJson = False) -> None:
+    """The datasets."""
+    from fairveil.data.datasets import DATASETS
+
+    _print_rows([{"name": name, "what": _first_line(d)} for name, d in sorted(DATASETS.items())], as_json)
+
+
+@listing.command("runs")
+def list_runs(
+    runs: Annotated[Path, typer.Option(help="Where run folders are.")] = Path("runs"), as_json: AsJson = False
+) -> None:
+    """The run folders, newest first, and whether they are finished."""
+    folders = sorted(runs.glob("*/config.toml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    rows = []
+    for path in folders:
+        result = path.parent / "result.json"
+        values = json.loads(result.read_text()) if result.exists() else {}
+        rows.append(
+            {
+                "run": str(path.parent),
+                "algorithm": values.get("algorithm", ""),
+                "epsilon": values.get("epsilon", ""),
+                "state": "finished" if values else f"unfinished: fairveil run {path.parent} --resume",
+            }
+        )
+    _print_rows(rows, as_json)
+
+
+@app.command()
+def check(
+    name: Annotated[str, typer.Argument(metavar="package.module:Name", help="Your algorithm.")],
+    as_json: AsJson = False,
+) -> None:
+    """Run the contract suite on an algorithm."""
+    from fairveil.contract import check_algorithm
+
+    results = check_algorithm(name, tell=lambda text: err.print(text, markup=False))
+    if as_json:
+        _print_json(
+            {
+                "algorithm": name,
+                "passed": all(r.passed for r in results),
+                "checks": [vars(r) for r in results],
+            }
+        )
+    else:
+        _print_rows(
+            [{"": "ok" if r.passed else "FAILED", "check": r.what, "detail": r.detail} for r in results],
+            False,
+        )
+    if not all(r.passed for r in results):
+        raise typer.Exit(1)
+
+
+class RoundBar:
+    """The progress bar: rounds, epsilon spent and planned, the worst group."""
+
+    def __enter__(self) -> RoundBar:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"), console=err,
+        )  # fmt: skip
+        self.bar.start()
+        self.task = self.bar.add_task("planning", total=None, note="")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def show(self, report: Any) -> None:
+        """Take the report of a round."""
+        from fairveil.privacy.statement import rounded_up
+
+        note = f"epsilon {rounded_up(report.epsilon_spent)} of {rounded_up(report.epsilon)}"
+        if report.summary:
+            worst = report.summary.by_group[report.summary.worst_group]
+            note += f"  worst group {worst:.3f}"
+        self.bar.update(self.task, description="rounds", completed=report.round, total=report.rounds, note=note)
+
+
+def print_result(result: Any) -> None:
+    """The guarantee, the figures by group, the worst group, the folder."""
+    metric, summary = result.main
+    out.print(f"\n{result.statement.sentence()}\n", markup=False)
+    table = Table(title=f"{result.algorithm}: {metric} by group", title_justify="left")
+    table.add_column("group")
+    table.add_column(metric, justify="right")
+    for group, value in summary.by_group.items():
+        table.add_row(group + ("  (worst)" if group == summary.worst_group else ""), f"{value:.3f}")
+    table.add_section()
+    table.add_row("mean over clients", f"{summary.mean:.3f}")
+    table.add_row("worst client", f"{summary.worst:.3f}")
+    table.add_row("largest gap between clients", f"{summary.disparity:.3f}")
+    out.print(table)
+    out.print(f"Worst group: {summary.worst_group} ({metric} {summary.by_group[summary.worst_group]:.3f})")
+    out.print(f"Run folder: {result.folder}", soft_wrap=True)
+
+
+def _first_line(documented: Any) -> str:
+    return str(documented.__doc__ or "").strip().splitlines()[0]
+
+
+def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        _print_json(rows)
+        return
+    table = Table()
+    for column in rows[0] if rows else ():
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    out.print(table if rows else "none", markup=False)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")

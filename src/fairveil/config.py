@@ -1,0 +1,294 @@
+"""The config of a run: TOML in, a checked and frozen model out, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from fairveil.algorithms import find_algorithm
+from fairveil.algorithms.base import Algorithm, Unit
+from fairveil.data.datasets import build_federation
+from fairveil.data.federation import Federation
+from fairveil.errors import UserError
+from fairveil.models import ModelSpec
+from fairveil.options import Refused, parse
+from fairveil.privacy.accounting import Accountant, Adjacency
+
+SCHEMA_VERSION = 1
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class DataConfig(Section):
+    dataset: str = Field(examples=["digits"])
+    options: dict[str, Any] = {}
+    split: dict[str, Any] | None = None
+    sizes: Literal["rounded", "public"] = "rounded"
+
+
+class NamedConfig(Section):
+    """A name and the options that belong to it, which are checked by whoever answers to the name."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(examples=["global"])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.model_extra or {}
+
+
+class PrivacyConfig(Section):
+    unit: Unit | None = None  # None: what the algorithm protects
+    adjacency: Adjacency = "add-remove"
+    epsilon: float | None = Field(None, examples=[5.0])
+    noise_multiplier: float | None = Field(None, ge=0, allow_inf_nan=False, examples=[1.0])
+    delta: float = Field(examples=[1e-4])
+    clip_norm: float = Field(1.0, gt=0)
+    accountant: Accountant = "tightest"
+
+    @field_validator("epsilon")
+    @classmethod
+    def _positive(cls, epsilon: float | None) -> float | None:
+        if epsilon is not None and not 0 < epsilon < math.inf:
+            raise Refused(
+                f"privacy.epsilon = {epsilon:g} is not a budget.",
+                "It must be positive and finite: at 0 nothing could be learned from any record,\n"
+                "and without a bound nothing would be promised. Nothing was run.",
+                "privacy.epsilon = 5.0 (or privacy.noise_multiplier = 0 for a run without privacy)",
+            )
+        return epsilon
+
+    @field_validator("delta")
+    @classmethod
+    def _probability(cls, delta: float) -> float:
+        if not 0 < delta < 1:
+            raise Refused(
+                f"privacy.delta = {delta:g} is not a probability.",
+                "It must lie above 0 and below 1, and below 1/n for n protected records. Nothing was run.",
+                "privacy.delta = 1e-4",
+            )
+        return delta
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PrivacyConfig:
+        if self.epsilon is not None and self.noise_multiplier is not None:
+            raise Refused(
+                f"privacy.epsilon = {self.epsilon:g} and privacy.noise_multiplier = {self.noise_multiplier:g} "
+                "are both given.",
+                "One follows from the other; two would promise two different things. Nothing was run.",
+                "keep privacy.epsilon and remove privacy.noise_multiplier",
+            )
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise Refused(
+                "privacy.epsilon is missing.",
+                "A run needs a budget (epsilon), or the noise whose price is to be told (noise_multiplier).\n"
+                "Nothing was run.",
+                "privacy.epsilon = 5.0",
+            )
+        if not math.isfinite(self.clip_norm) and self.noise_multiplier != 0:
+            raise Refused(
+                "privacy.clip_norm = inf cannot be noised.",
+                "Without a bound one record can move the sum by any amount, and no noise covers that.",
+                "privacy.clip_norm = 1.0 (or privacy.noise_multiplier = 0 for a run without privacy)",
+            )
+        return self
+
+
+class FairnessConfig(Section):
+    groups: Literal["cluster"] = "cluster"  # by which clients are compared: the groups of the data
+
+
+class EngineConfig(Section):
+    kind: Literal["local"] = "local"
+    workers: int | None = Field(None, ge=1, examples=[2])  # None: one for each core
+    block: int = Field(8, ge=1)  # clients that a task sees at once
+
+
+class MetricsConfig(Section):
+    every: int = Field(1, ge=1)  # rounds between evaluations; the last round is always evaluated
+
+
+class RunConfig(Section):
+    """Everything that a run is made of."""
+
+    schema_version: Literal[1] = 1
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: int = Field(0, ge=0)
+    data: DataConfig
+    model: NamedConfig
+    algorithm: NamedConfig
+    privacy: PrivacyConfig
+    fairness: FairnessConfig = FairnessConfig()
+    engine: EngineConfig = EngineConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    def build_algorithm(self) -> Algorithm[Any]:
+        """The algorithm with its hyper-parameters.
+
+        Raises:
+            UserError: unknown, a wrong hyper-parameter, or another unit of privacy than the config asks for.
+        """
+        cls = find_algorithm(self.algorithm.name)
+        algorithm = parse(cls, self.algorithm.options, "algorithm")
+        if self.privacy.unit not in (None, cls.unit):
+            raise UserError(
+                f"privacy.unit = {self.privacy.unit!r} is not what {self.algorithm.name!r} protects.",
+                f"It protects each {cls.unit}; the statement would promise something else than was done.",
+                f"privacy.unit = {cls.unit!r}, or another algorithm (fairveil list algorithms)",
+            )
+        return algorithm
+
+    def build_federation(self) -> Federation:
+        """The clients and their data."""
+        return build_federation(self.data.dataset, self.data.options, self.data.split, self.seed)
+
+    def model_spec(self, federation: Federation) -> ModelSpec:
+        """How to build the model for this federation's records."""
+        return ModelSpec(self.model.name, federation.features, federation.classes, self.model.options)
+
+    def resolved(self) -> dict[str, Any]:
+        """The config with every default written out, hyper-parameters of the algorithm included."""
+        plain: dict[str, Any] = _without_none(self.model_dump())
+        plain["algorithm"] = {
+            "name": self.algorithm.name,
+            **_without_none(self.build_algorithm().model_dump()),
+        }
+        return plain
+
+    def to_toml(self) -> str:
+        """The resolved config as TOML; reading it gives the same run."""
+        return tomli_w.dumps(self.resolved())
+
+    def digest(self) -> str:
+        """A short hash of what decides the result: everything but the name and the engine."""
+        decisive = {k: v for k, v in self.resolved().items() if k not in ("name", "engine")}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def load_config(path: Path, settings: Sequence[str] = ()) -> RunConfig:
+    """Read a config file, with `--set` settings ("privacy.epsilon=3") laid over it.
+
+    Raises:
+        UserError: a missing or malformed file, an unknown key, a wrong value.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read.",
+            f"A config is a TOML file: {error.strerror}. Nothing was run.",
+            "fairveil new, which writes one to start from",
+        ) from error
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML.", f"{error}. Nothing was run.", "mend that line") from error
+    return make_config(values, settings)
+
+
+def make_config(values: Mapping[str, Any], settings: Sequence[str] = ()) -> RunConfig:
+    """A checked config from plain values, as `load_config` does from a file."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))  # a deep copy, of plain values only
+    for setting in settings:
+        _lay_over(plain, setting)
+    if plain.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+        raise UserError(
+            f"schema_version = {plain['schema_version']!r} is not known.",
+            f"This version of fairveil reads version {SCHEMA_VERSION}; it would misread another.",
+            f"schema_version = {SCHEMA_VERSION}",
+        )
+    config = parse(RunConfig, plain)
+    config.build_algorithm()  # its hyper-parameters are checked here, not when the run is under way
+    return config
+
+
+def _lay_over(values: dict[str, Any], setting: str) -> None:
+    key, found, text = setting.partition("=")
+    *sections, name = key.strip().split(".")
+    if not found or not name:
+        raise UserError(
+            f"--set {setting} is not a setting.",
+            "It must read key=value. Nothing was run.",
+            "--set privacy.epsilon=3",
+        )
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise UserError(
+                f"--set {setting} reaches into {section!r}, which is not a section.",
+                "The keys before the last must name sections. Nothing was run.",
+                "--set privacy.epsilon=3",
+            )
+    values[name] = value
+
+
+def _without_none(values: Any) -> Any:
+    """TOML has no null: a key that is None is left out, which means the same."""
+    if isinstance(values, dict):
+        return {key: _without_none(value) for key, value in values.items() if value is not None}
+    return values
+
+
+TEMPLATE = """\
+# A fairveil run. What is left out has the value shown here. Check and price it without training: fairveil plan {path}
+schema_version = 1
+name = "{name}"                 # the run folder is called runs/<name>-<time>
+seed = 0                        # same seed, same run, on any number of cores
+
+[data]
+dataset = "digits"              # fairveil list datasets; or "file", or "package.module:Class"
+# options = {{ path = "visits.csv", client = "hospital", target = "outcome" }}   # for dataset = "file"
+split = {{ kind = "rotate", degrees = [0, 90, 180], clients = [2, 4, 4] }}  # or iid, label-flip, natural
+sizes = "rounded"               # how clients declare their size: rounded down, or "public" (exact)
+
+[model]
+name = "logistic"               # fairveil list models; or "package.module:Class"
+
+[algorithm]
+name = "{algorithm}"
+{parameters}
+
+[privacy]
+unit = "{unit}"                 # what is protected: one {protected}
+adjacency = "add-remove"        # or "replace", which needs more noise
+epsilon = 8.0                   # the budget; or noise_multiplier = 1.0, never both
+delta = {delta}                   # below 1 / (number of protected {unit}s)
+clip_norm = 1.0                 # bound on what one {unit} may contribute
+accountant = "tightest"         # the smaller of "rdp" and "pld", both valid
+
+[engine]
+kind = "local"                  # this machine
+# workers = 2                   # one for each core if left out
+
+[metrics]
+every = 1                       # rounds between evaluations
+"""
+
+
+def template(algorithm: str, path: str) -> str:
+    """A commented config to start from."""
+    cls = find_algorithm(algorithm)
+    lines = [
+        f"{f'{name} = {json.dumps(field.default)}':32}# {field.description}" if field.description
+        else f"{name} = {json.dumps(field.default)}"
+        for name, field in cls.model_fields.items()
+    ]  # fmt: skip
+    protected = "record of one client" if cls.unit == "record" else "client with all its records"
+    return TEMPLATE.format(
+        path=path, name=Path(path).stem, algorithm=algorithm, parameters="\n".join(lines), unit=cls.unit,
+        protected=protected, delta="1e-3" if cls.unit == "record" else "1e-2",
+    )  # fmt: skip

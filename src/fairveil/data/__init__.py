@@ -1,0 +1,1 @@
+"""Data: who holds what. Loaders, shifts between clients, partitions, and the federation they make."""

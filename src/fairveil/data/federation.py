@@ -1,0 +1,192 @@
+"""What a federation is: who holds how many records, to which group each client belongs, and how to load them.
+
+A `Dataset` gives either a `Pool` (rows that belong to nobody yet: a split cuts them into clients) or a
+`Federation` (rows that have an owner by nature). Nothing here assumes that all clients fit in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+GRID_PER_DECADE = 24  # rounding down costs at most 1 - 10**(-1/24), 9% of a declared size
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """Records in order; read-only by agreement, since clients may share them.
+
+    Attributes:
+        x: (n, *features) float32.
+        y: (n,) int64 labels, or float32 for regression.
+    """
+
+    x: Tensor
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        if self.y.shape != self.x.shape[:1]:
+            raise ValueError(f"x has shape {tuple(self.x.shape)}, so y cannot have {tuple(self.y.shape)}")
+        if self.x.dtype != torch.float32 or self.y.dtype not in (torch.int64, torch.float32):
+            raise ValueError(f"x must be float32, y int64 or float32, not {self.x.dtype} and {self.y.dtype}")
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def take(self, rows: np.ndarray) -> Records:
+        """A copy of these rows (n,), in this order."""
+        index = torch.from_numpy(rows)
+        return Records(self.x[index], self.y[index])
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """What one client holds: what it trains on, and what it is judged by."""
+
+    train: Records
+    test: Records
+
+
+class Source(Protocol):
+    """Where clients' data come from. It travels to worker processes, so it must be picklable and small."""
+
+    def load(self, client: int) -> ClientData:
+        """The data of one client; the same at each call, in any process, whatever was loaded before."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """Clients as columns, their records on demand.
+
+    Attributes:
+        name: of the dataset.
+        size: (clients,) true number of training records. Only `nominal_sizes` of it may leave this layer.
+        group: (clients,) index into `groups`: the true group, for evaluation and for the oracle.
+        groups: their names.
+        features: shape of one record.
+        classes: number of labels; 0 for regression.
+        source: loads a client.
+        fingerprint: sha256 of the data and of how they were cut.
+    """
+
+    name: str
+    size: np.ndarray
+    group: np.ndarray
+    groups: tuple[str, ...]
+    features: tuple[int, ...]
+    classes: int
+    source: Source
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        for column, at_least in (("size", 1), ("group", 0)):
+            values = np.asarray(getattr(self, column))
+            if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer) or values.size == 0:
+                raise ValueError(f"{column} must hold one integer for each client, not {values!r}")
+            if values.min() < at_least:
+                raise ValueError(f"{column} of client {values.argmin()} is {values.min()}, below {at_least}")
+            object.__setattr__(self, column, values.astype(np.int64))
+        if len(self.size) != len(self.group):
+            raise ValueError(f"{len(self.size)} sizes, but {len(self.group)} groups of clients")
+        if self.group.max() >= len(self.groups):
+            raise ValueError(f"group {self.group.max()} has no name among {self.groups}")
+        if self.classes < 0 or self.classes == 1:
+            raise ValueError(f"classes must be 0 (regression) or at least 2, not {self.classes}")
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are."""
+        return len(self.size)
+
+    def load(self, client: int) -> ClientData:
+        """The data of one client, 0 <= client < clients."""
+        if not 0 <= client < self.clients:
+            raise IndexError(f"client {client} of {self.clients}")
+        data = self.source.load(int(client))  # a numpy integer would name another random stream
+        if len(data.train) != self.size[client]:  # sampling rates, and so the price, are computed from size
+            raise ValueError(f"client {client} loads {len(data.train)} records, not {self.size[client]}")
+        return data
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Rows that belong to nobody yet, for a split to cut; `test` is common to all clients.
+
+    Attributes:
+        name: of the dataset.
+        train: rows to be shared out.
+        test: held out; every client is tested on all of it, under its own shift.
+        classes: number of labels; 0 for regression.
+    """
+
+    name: str
+    train: Records
+    test: Records
+    classes: int
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Shape of one record."""
+        return tuple(self.train.x.shape[1:])
+
+
+class Dataset(BaseModel, ABC):
+    """A dataset is the frozen model of its options; subclass it for your own ("package.module:Name").
+
+    Attributes:
+        default_split: how it is cut if the user does not say.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    default_split: ClassVar[Mapping[str, Any]] = {"kind": "natural"}
+
+    @abstractmethod
+    def load(self, seed: int) -> Pool | Federation:
+        """A `Federation` if each record has an owner by nature, else a `Pool`; equal seeds, equal data."""
+
+
+def nominal_sizes(size: np.ndarray, declared: Literal["public", "rounded"]) -> np.ndarray:
+    """The sizes that clients declare, never above the true ones.
+
+    Args:
+        size: (clients,) true sizes, at least 1.
+        declared: "public": exact. "rounded": rounded down to the integers among floor(10**(k/24)); the grid
+            holds every integer up to 14, so small sizes stay as they are.
+
+    Returns:
+        (clients,) int64.
+    """
+    size = np.asarray(size, dtype=np.int64)
+    if size.size and size.min() < 1:
+        raise ValueError(f"a client of size {size.min()} cannot declare a size")
+    if declared == "public" or not size.size:
+        return size.copy()
+    if declared != "rounded":
+        raise ValueError(f"declared = {declared!r}: either 'public' or 'rounded'")
+    steps = int(np.ceil(GRID_PER_DECADE * np.log10(size.max()))) + 2
+    # The small term keeps whole decades whole, should 10**(k/24) come out a hair below an integer.
+    grid = np.unique(np.floor(10 ** (np.arange(steps) / GRID_PER_DECADE) + 1e-9).astype(np.int64))
+    return grid[np.searchsorted(grid, size, side="right") - 1]
+
+
+def fingerprint(*parts: np.ndarray | Tensor | str | int | float) -> str:
+    """sha256 (hex) of the parts in order, each with its type and shape, so that no two run together."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, np.ndarray | Tensor):
+            array = np.ascontiguousarray(part)
+            digest.update(f"{array.dtype.str}{array.shape}\n".encode())
+            digest.update(array.data)
+        else:
+            text = part if isinstance(part, str) else repr(part)
+            digest.update(f"{type(part).__name__} {len(text)} {text}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,262 @@
+"""A user's own records, with a column that says which client holds each of them.
+
+What is missing, infinite, not a number or ambiguous is an error that says where it stands.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from fairveil.data.federation import Dataset, Federation, Records
+from fairveil.data.options import shown
+from fairveil.data.partition import Columns, Shares, held_out
+from fairveil.data.shifts import Shift
+from fairveil.data.tables import numeric, pick, read_columns
+from fairveil.errors import UserError
+from fairveil.streams import Stream
+
+if TYPE_CHECKING:
+    from fairveil.data.tables import Column
+
+
+class File(Dataset):
+    """Records from a file; each client keeps a random share of its own records for testing.
+
+    An npz holds arrays of equal length: `x` (n, *features), and those that `target`, `client` and `group`
+    name (one called "group" is used without being named). Clients, classes and groups are the sorted distinct
+    values of their columns: the three lists are thereby declared public.
+
+    Attributes:
+        path: .csv, .parquet or .npz.
+        client: column that says who holds the record.
+        target: column to predict.
+        features: columns to predict it from; None: all other numeric ones with a name.
+        group: column with one value for each client, for fairness between groups.
+        task: whether the target is a label or a number.
+        test_fraction: share of each client's records kept for testing, at least one record.
+    """
+
+    path: Path = Field(examples=["records.csv"])
+    client: str = "client"
+    target: str = "y"
+    features: tuple[str, ...] | None = Field(None, min_length=1)
+    group: str | None = None
+    task: Literal["classification", "regression"] = "classification"
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+
+    def load(self, seed: int) -> Federation:
+        """Read, check, and set test records aside."""
+        labels = (self.target,) if self.task == "classification" else ()
+        columns = read_columns(self.path, {self.client, self.group, *labels} - {None})
+        for option, name in (("client", self.client), ("target", self.target), ("group", self.group)):
+            if name is not None:
+                pick(columns, self.path, option, name)
+        x = self._features(columns)
+        y, classes = self._targets(columns)
+        client, names = self._codes(columns, "client", self.client)
+        counts = self._counts(client, names)
+        group, groups = self._groups(columns, client, names)
+        train, test = [], []
+        by_client = np.split(np.argsort(client, kind="stable"), np.cumsum(counts)[:-1])
+        for number, held in enumerate(held_out(counts, self.test_fraction)):
+            shuffled = Stream(seed, "file", "held out", number).numpy.permutation(by_client[number])
+            test.append(np.sort(shuffled[:held]))
+            train.append(np.sort(shuffled[held:]))
+        records = Records(torch.from_numpy(x), torch.from_numpy(y))
+        shifts = (Shift(),) * len(groups)
+        source = Columns(records, Shares.of(train), records, Shares.of(test), group, shifts, classes)
+        return source.federation(self.path.name, groups)
+
+    def _features(self, columns: dict[str, Column]) -> np.ndarray:
+        """(n, *features) float32, all finite."""
+        named = () if self.path.suffix.lower() == ".npz" else self._chosen(columns)
+        x = np.stack([_floats(columns[name]) for name in named], axis=1) if named else self._array(columns)
+        if not x.size:
+            raise self._nothing("records")
+        bad = _unusable(x).reshape(len(x), -1)
+        if bad.any():
+            worst = int(bad.sum(axis=0).argmax())
+            where = f"column {shown(named[worst])}" if named else f"x[:, {worst}] (flattened)"
+            raise UserError(
+                f"data.options.path = {shown(self.path)} has {bad[:, worst].sum():,} values in {where} "
+                "that are missing, NaN or infinite.",
+                f"The first is in {_row(bad[:, worst])}; {bad.any(axis=0).sum()} column(s) are affected.\n"
+                "One such value would turn every weight of the model into NaN.",
+                "fill them in or leave out those rows; or leave the column out of data.options.features",
+            )
+        return np.ascontiguousarray(x, dtype=np.float32)
+
+    def _chosen(self, columns: dict[str, Column]) -> tuple[str, ...]:
+        """The feature columns of a table, each numeric and none of them the answer."""
+        own = {self.client, self.target, self.group}
+        if self.features is None:
+            found = tuple(name for name, column in columns.items() if name not in own and numeric(column))
+            if not found:
+                raise self._nothing("numeric columns to learn from")
+            return found
+        for name in self.features:
+            column = pick(columns, self.path, "features", name)
+            if name in own:
+                raise UserError(
+                    f"data.options.features holds {shown(name)}, which is also the client, target or group.",
+                    "A model that is shown the answer, or who holds the record, learns nothing else.",
+                    f"data.options.features = {shown([kept for kept in self.features if kept not in own])}",
+                )
+            if not numeric(column):
+                example = next((value for value in column if isinstance(value, str)), "")
+                raise UserError(
+                    f"data.options.features holds {shown(name)}, which is not numeric.",
+                    f"It holds {column.dtype} values such as {shown(example)}; a model takes numbers only.",
+                    "encode it as numbers (a column of 0 and 1 for each value), or leave it out",
+                )
+        return self.features
+
+    def _array(self, columns: dict[str, Column]) -> np.ndarray:
+        """The array x of an npz, of a shape that fits the others."""
+        if self.features is not None:
+            raise UserError(
+                f"data.options.features = {shown(self.features)} does not fit an npz file.",
+                "The columns of its array x have no names: all of them are features.",
+                "leave out data.options.features",
+            )
+        if "x" not in columns:
+            raise self._nothing("array called x")
+        x = np.asarray(columns["x"])
+        names = (self.target, self.client, self.group or "group")
+        others = {name: columns[name] for name in names if name in columns}
+        if x.ndim < 2 or not numeric(x) or any(column.shape != x.shape[:1] for column in others.values()):
+            shapes = ", ".join(f"{name} is {column.shape}" for name, column in others.items())
+            raise UserError(
+                f"data.options.path = {shown(self.path)} holds arrays that do not fit together.",
+                f"x is {x.dtype} of shape {x.shape}; {shapes}.\n"
+                "x must be numeric and (records, *features), the others (records,): one entry a record.",
+                "x = x.reshape(records, features), and a client and a target for each record",
+            )
+        return x
+
+    def _targets(self, columns: dict[str, Column]) -> tuple[np.ndarray, int]:
+        """(n,) int64 labels and the number of classes, or (n,) float32 and 0."""
+        given = pick(columns, self.path, "target", self.target)
+        whole = True
+        if numeric(given):
+            values = _floats(given)
+            self._complete("target", self.target, _unusable(values))
+            whole = bool((values == np.rint(values)).all())
+        if self.task == "regression":
+            if not numeric(given):
+                raise self._mistaken("is not numeric", "A regression predicts numbers", "classification")
+            return values.astype(np.float32), 0
+        if not whole:
+            raise self._mistaken("holds fractions", "Each distinct value would become a class", "regression")
+        labels, names = self._codes(columns, "target", self.target)
+        if len(names) < 2:
+            raise UserError(
+                f"data.options.target = {shown(self.target)} holds one class only, {shown(names[0])}.",
+                "Every model that always answers so is perfect: there is nothing to learn.",
+                "data.options.target = a column with at least two values",
+            )
+        return labels, len(names)
+
+    def _codes(self, columns: dict[str, Column], option: str, name: str) -> tuple[np.ndarray, list[str]]:
+        """(n,) int64 index into the sorted distinct values of a column, and these as text."""
+        import pandas as pd
+
+        column = pd.Series(pick(columns, self.path, option, name))
+        self._complete(option, name, column.isna().to_numpy(dtype=bool))
+        if isinstance(column.dtype, pd.CategoricalDtype):  # it sorts by an order of its own
+            column = column.astype(column.cat.categories.dtype)
+        try:
+            codes, names = pd.factorize(column, sort=True)
+        except TypeError as error:
+            raise UserError(
+                f"data.options.{option} = {shown(name)} holds values that cannot be sorted ({column.dtype}).",
+                "Clients, labels and groups must be numbers or text, or their order would be arbitrary.",
+                f"data.options.{option} = a column of numbers or text",
+            ) from error
+        return codes.astype(np.int64), [str(value) for value in names]
+
+    def _complete(self, option: str, name: str, missing: np.ndarray) -> None:
+        count = missing.sum()
+        if count:
+            raise UserError(
+                f"data.options.{option} = {shown(name)} has {count:,} values that are missing or infinite.",
+                f"The first is in {_row(missing)}.\nA record without its {option} counts nowhere.",
+                f"fill in the column {shown(name)}, or leave out those rows",
+            )
+
+    def _counts(self, client: np.ndarray, names: list[str]) -> np.ndarray:
+        """(clients,) number of records, enough for training and testing."""
+        counts = np.bincount(client, minlength=len(names))
+        if len(names) < 2:
+            raise UserError(
+                f"data.options.client = {shown(self.client)} names one client only, {shown(names[0])}.",
+                "A federation needs at least two; with one there is nobody to learn together with.",
+                "data.options.client = a column with at least two values",
+            )
+        if counts.min() < 2:
+            few = np.flatnonzero(counts < 2)
+            raise UserError(
+                f"data.options.client = {shown(self.client)}: client {shown(names[few[0]])} has 1 record.",
+                f"{len(few):,} of {len(names):,} clients have fewer than 2 records. One is needed to train\n"
+                "and one to test: nothing would be left after the test split.",
+                "leave out these clients, or join them to others",
+            )
+        return counts
+
+    def _groups(
+        self, columns: dict[str, Column], client: np.ndarray, names: list[str]
+    ) -> tuple[np.ndarray, tuple[str, ...]]:
+        """(clients,) index of the group of each client, and the groups' names."""
+        name = self.group
+        if name is None and self.path.suffix.lower() == ".npz" and "group" in columns:
+            name = "group"
+        if name is None:
+            return np.zeros(len(names), dtype=np.int64), ("all",)
+        codes, groups = self._codes(columns, "group", name)
+        group = np.zeros(len(names), dtype=np.int64)
+        group[client] = codes
+        torn = np.flatnonzero(group[client] != codes)
+        if len(torn):
+            who = client[torn[0]]
+            raise UserError(
+                f"data.options.group = {shown(name)}: client {shown(names[who])} is in two groups.",
+                f"It holds {shown(groups[codes[torn[0]]])} and {shown(groups[group[who]])}; "
+                "fairness is measured between clients, so each has one group.",
+                "data.options.group = a column with one value for each client",
+            )
+        return group, tuple(groups)
+
+    def _nothing(self, what: str) -> UserError:
+        return UserError(
+            f"data.options.path = {shown(self.path)} has no {what}.",
+            "There is nothing to learn from. Nothing was loaded.",
+            "data.options.path = a file with records: features, a target and a client for each",
+        )
+
+    def _mistaken(self, what: str, why: str, task: str) -> UserError:
+        return UserError(
+            f'data.options.task = "{self.task}", but the target {shown(self.target)} {what}.',
+            f"{why}, so the model would fit something other than what is meant.",
+            f"data.options.task = {shown(task)}",
+        )
+
+
+def _floats(column: Column) -> np.ndarray:
+    """(n,) float64, NaN where the column has no value (nullable columns have several ways to say so)."""
+    import pandas as pd
+
+    return np.asarray(pd.Series(column).to_numpy(dtype=np.float64, na_value=np.nan))
+
+
+def _unusable(values: np.ndarray) -> np.ndarray:
+    """Where values are NaN, infinite, or would become so as float32."""
+    return np.asarray(~(np.abs(values) <= np.finfo(np.float32).max))
+
+
+def _row(marked: np.ndarray) -> str:
+    return f"row {int(marked.argmax()) + 1:,} (the first record is row 1)"

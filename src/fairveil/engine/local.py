@@ -1,0 +1,232 @@
+"""The engine of one machine: tasks run here, or in persistent worker processes, one torch thread each.
+
+A client's reply depends on the run's seed, the request and the client alone, so neither the number of workers
+nor the size of a block changes a result. Workers come from a fork server that has torch loaded and no database
+open; they ignore Ctrl-C (the runner decides) and die with their parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fairveil.data.federation import ClientData, Federation
+from fairveil.errors import RunFault
+from fairveil.models import ModelSpec
+from fairveil.privacy.release import Reply
+from fairveil.session import Call, Job, Member
+
+CACHED_BYTES = 1 << 30  # of loaded records that one process keeps; the rest is loaded anew each time
+
+
+class Bench:
+    """One process's work place: the model, and the clients' data as far as it is cached."""
+
+    def __init__(self, federation: Federation, spec: ModelSpec, seed: int, block: int) -> None:
+        self.federation, self.model = federation, spec.build()
+        self.seed, self.block = seed, block
+        self._cache: dict[int, ClientData] = {}
+        self._cached = 0
+
+    def perform(self, job: Job) -> Iterator[list[tuple[int, Reply]]]:
+        """The replies of the job's clients, block by block."""
+        for start in range(0, len(job.calls), self.block):
+            calls = job.calls[start : start + self.block]
+            replies = job.task([self._member(job, call) for call in calls])
+            if len(replies) != len(calls) or not all(isinstance(reply, Reply) for reply in replies):
+                raise TypeError(
+                    f"task {job.task.__name__} must return one Reply for each client of its block; "
+                    f"it returned {[type(reply).__name__ for reply in replies]}"
+                )
+            yield [(call.client, reply) for call, reply in zip(calls, replies, strict=True)]
+
+    def _member(self, job: Job, call: Call) -> Member:
+        key = (self.seed, job.request, call.client)
+        inputs = {**job.shared, **call.each}
+        return Member(self._data(call.client), self.model, inputs, call.mechanism, call.personal, key)
+
+    def _data(self, client: int) -> ClientData:
+        if client in self._cache:
+            return self._cache[client]
+        data = self.federation.load(client)
+        self._cached += sum(t.nbytes for t in (data.train.x, data.train.y, data.test.x, data.test.y))
+        if self._cached < CACHED_BYTES:
+            self._cache[client] = data
+        return data
+
+
+class LocalEngine:
+    """Runs jobs on this machine.
+
+    Args:
+        workers: processes, one for each core if None; 1 runs everything in this one.
+        block: clients that a task sees at once.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        spec: ModelSpec,
+        *,
+        seed: int,
+        workers: int | None = None,
+        block: int = 8,
+    ) -> None:
+        self.workers = min(workers or usable_cores(), federation.clients)
+        self._bench = (federation, spec, seed, block)
+        self._inline: Bench | None = None
+        self._team: list[_Worker] = []
+
+    def __enter__(self) -> Self:
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # also here: sums must come out the same as in a worker
+        if self.workers == 1:
+            self._inline = Bench(*self._bench)
+        else:
+            self._team = [_Worker.start(self._bench) for _ in range(self.workers)]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self._team:
+            worker.stop()
+        self._team, self._inline = [], None
+        torch.set_num_threads(self._threads)
+
+    def run(self, job: Job) -> Iterator[tuple[int, Reply]]:
+        """The reply of every client, as blocks finish.
+
+        Raises:
+            RunFault: a worker process died.
+        """
+        if self._inline:
+            for block in self._inline.perform(job):
+                yield from block
+            return
+        busy = {}
+        for number, worker in enumerate(self._team):  # a client stays with its worker, which has its data
+            calls = [call for call in job.calls if call.client % self.workers == number]
+            if calls:
+                worker.send(replace(job, calls=calls))
+                busy[worker.connection] = worker
+        while busy:
+            for ready in wait(list(busy)):
+                worker = busy[ready]  # type: ignore[index]
+                answer = worker.receive()
+                if answer is None:
+                    del busy[worker.connection]
+                elif isinstance(answer, BaseException):
+                    raise answer
+                else:
+                    yield from answer
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+
+    @classmethod
+    def start(cls, bench: tuple[Any, ...]) -> _Worker:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "fairveil.engine.local", "fairveil.tasks"])
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        worker = cls(process, ours)
+        worker.send(bench)
+        return worker
+
+    def send(self, message: object) -> None:
+        try:
+            self.connection.send_bytes(_packed(message))
+        except OSError as error:
+            raise self._died() from error
+
+    def receive(self) -> Any:
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+
+    def stop(self) -> None:
+        self.connection.close()  # an idle worker ends at the end of its input
+        self.process.join(0.2)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def _died(self) -> RunFault:
+        self.process.join(5)
+        return RunFault(
+            f"worker process {self.process.pid} died (exit code {self.process.exitcode}; -9 is often the "
+            "operating system reclaiming memory: fewer engine.workers or a smaller engine.block need less)."
+        )
+
+
+def _work(connection: Connection) -> None:
+    """The life of a worker: a bench, then jobs until the other end closes."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the fork server ends with the runner
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    try:
+        bench = Bench(*pickle.loads(connection.recv_bytes()))
+        while True:
+            job = pickle.loads(connection.recv_bytes())
+            try:
+                for block in bench.perform(job):
+                    connection.send_bytes(_packed(block))
+                connection.send_bytes(_packed(None))
+            except Exception as error:
+                connection.send_bytes(_packed(_portable(error)))
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself if it can travel, else one that says the same."""
+    try:
+        pickle.loads(_packed(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+class _Pickler(pickle.Pickler):
+    """Sends tensors as plain arrays: no file descriptor for each tensor, no shared memory left behind."""
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, Tensor):
+            return _tensor, (value.detach().numpy(),)
+        return NotImplemented
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array)
+
+
+def _packed(message: object) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(message)
+    return buffer.getvalue()
+
+
+def usable_cores() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,201 @@
+"""Reference models that are safe under per-record gradients, and the user's own by "package.module:Class".
+
+A model's parameters live in one flat vector (p,): it can be averaged, noised, sent and saved without asking
+what is inside. A user's class is built as Class(features, classes, **options) and maps (n, *features) to
+(n, classes), or to (n, 1) when classes is 0 (regression).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fairveil.errors import UserError, nearest, unknown
+from fairveil.plugins import load_object
+from fairveil.streams import Stream
+
+Features = Sequence[int]
+
+
+def logistic(features: Features, classes: int) -> nn.Module:
+    """Multinomial logistic regression."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(features), classes))
+
+
+def linear(features: Features, classes: int) -> nn.Module:
+    """Linear regression; with classes, the same as logistic."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(features), classes or 1))
+
+
+def mlp(features: Features, classes: int, hidden: int = 128) -> nn.Module:
+    """One hidden layer of ReLU units."""
+    width = math.prod(features)
+    return nn.Sequential(nn.Flatten(), nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, classes or 1))
+
+
+def cnn(features: Features, classes: int) -> nn.Module:
+    """The convolutional network of Malekmohammadi et al. (2024): 28,938 parameters for 28x28 and 10 classes.
+
+    The output layer adapts to other image sizes and channels.
+    """
+    if len(features) != 3 or min(features[1:]) < 4:
+        raise UserError(
+            f'model.name = "cnn" does not fit records of shape {tuple(features)}.',
+            "A convolution needs images (channels, height, width) of at least 4x4 pixels.",
+            'model.name = "mlp"',
+        )
+    channels, height, width = features
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * (height // 4) * (width // 4), classes or 1),
+    )
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {f.__name__: f for f in (logistic, linear, mlp, cnn)}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """All that is needed to build the model again in another process."""
+
+    name: str
+    features: tuple[int, ...]
+    classes: int  # 0: regression
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> Model:
+        """Build and check the model.
+
+        Raises:
+            UserError: unknown name or option, a layer that mixes records, a model that does not fit the data.
+        """
+        return Model(self)
+
+    def module(self, stream: Stream) -> nn.Module:
+        """A module with fresh parameters drawn from `stream`; the global generator is left as it was."""
+        factory = load_object("model.name", self.name) if ":" in self.name else MODELS.get(self.name)
+        if factory is None:
+            raise unknown("model.name", self.name, MODELS)
+        if self.name == "logistic" and not self.classes:
+            raise UserError(
+                'model.name = "logistic" does not fit a regression.',
+                "The target of this dataset is a number, not a class.",
+                'model.name = "linear"',
+            )
+        _check_options(factory, self.options)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(stream.numpy.integers(2**63)))
+            module = factory(self.features, self.classes, **self.options)
+        if not isinstance(module, nn.Module):
+            raise UserError(
+                f"model.name = {self.name!r} did not give a torch.nn.Module but {type(module).__name__}.",
+                "It is called as Class(features, classes, **options).",
+                "derive your class from torch.nn.Module",
+            )
+        return module
+
+
+class Model:
+    """A module as a function of a flat parameter vector (p,)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.module = spec.module(Stream("skeleton"))
+        _refuse_mixing_layers(self.module)
+        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]
+        self.shapes = [tuple(p.shape) for _, p in named]
+        self.parameters = sum(p.numel() for _, p in named)
+        self._check_output()
+
+    def initial(self, stream: Stream) -> Tensor:
+        """Fresh parameters (p,)."""
+        return self.flatten(self.spec.module(stream))
+
+    def flatten(self, module: nn.Module) -> Tensor:
+        """The parameters of a module of this kind as one vector (p,)."""
+        parameters = dict(module.named_parameters())
+        return torch.cat([parameters[name].detach().reshape(-1) for name in self.names])
+
+    def unflatten(self, weights: Tensor) -> dict[str, Tensor]:
+        """Views of a flat vector (p,) under the module's own names."""
+        parts = weights.split([math.prod(shape) for shape in self.shapes])
+        return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+
+    def losses(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        """The loss of each record (n,): cross-entropy, or half the squared error."""
+        output = functional_call(self.module, dict(parameters), (x,))
+        if self.spec.classes:
+            return F.cross_entropy(output, y, reduction="none")
+        return 0.5 * (output.squeeze(-1) - y).square()
+
+    def gradient(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """The gradient (p,) of the mean loss over records: the plain, non-private step."""
+        leaf = weights.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.losses(self.unflatten(leaf), x, y).mean(), leaf)
+        return gradient
+
+    @torch.no_grad()
+    def predict(self, weights: Tensor, x: Tensor) -> Tensor:
+        """Outputs (n, classes), or (n, 1)."""
+        output: Tensor = functional_call(self.module, self.unflatten(weights), (x,))
+        return output
+
+    def _check_output(self) -> None:
+        try:
+            output = self.predict(self.flatten(self.module), torch.zeros(2, *self.spec.features))
+        except RuntimeError as error:
+            raise UserError(
+                f"model.name = {self.spec.name!r} does not fit records of shape {self.spec.features}.",
+                f"Two records of zeros were refused: {str(error).splitlines()[0]}",
+                "a model whose first layer takes (n, *features)",
+            ) from error
+        expected = (2, self.spec.classes or 1)
+        if tuple(output.shape) != expected:
+            raise UserError(
+                f"model.name = {self.spec.name!r} has outputs of shape {tuple(output.shape)}.",
+                f"Two records must give {expected}: one score for each class (one number in a regression).",
+                f"a last layer of width {expected[1]}",
+            )
+
+
+def _check_options(factory: Callable[..., nn.Module], options: Mapping[str, Any]) -> None:
+    accepted = list(inspect.signature(factory).parameters.values())[2:]
+    if any(p.kind is p.VAR_KEYWORD for p in accepted):
+        return
+    names = [p.name for p in accepted]
+    for key in options.keys() - set(names):
+        near = nearest(key, names)
+        raise UserError(
+            f"model.{key} = {options[key]!r} is not an option of this model.",
+            f"Its options are: {', '.join(names) or 'none'}.",
+            f"model.{near}" if near else f"remove model.{key}",
+        )
+
+
+def _refuse_mixing_layers(module: nn.Module) -> None:
+    """Refuse layers through which one record's gradient would depend on the other records of its batch."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            width = layer.num_features
+            groups = next(g for g in (32, 16, 8, 4, 2, 1) if width % g == 0)
+            raise UserError(
+                f"model layer {name or 'itself'!r} is {type(layer).__name__}.",
+                "It mixes the records of a batch, so that one record moves the gradients of all the others\n"
+                "and clipping no longer bounds what a record can do: the privacy guarantee would be void.",
+                f"torch.nn.GroupNorm({groups}, {width})",
+            )

@@ -1,0 +1,315 @@
+"""The plan of a run: what will be sent, how often, with what noise, at what price. Nothing is trained."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, get_args
+
+from dp_accounting import DpEvent
+
+from fairveil.algorithms.base import Algorithm
+from fairveil.config import PrivacyConfig, RunConfig
+from fairveil.data.federation import Federation, nominal_sizes
+from fairveil.errors import UserError, unknown
+from fairveil.models import Model
+from fairveil.privacy.accounting import (
+    Accountant,
+    Adjacency,
+    Price,
+    SelectionDpEvent,
+    calibrate,
+    calibrate_many,
+    price,
+)
+from fairveil.privacy.ledger import FEDERATION, Ledger
+from fairveil.privacy.mechanisms import Mechanism, NoisyTraining, canonical
+from fairveil.privacy.statement import Statement, json_number, make_statement
+from fairveil.session import Facts, Terms
+from fairveil.store import UnitPlan
+
+Releases = Mapping[Mechanism, int]
+SIZES_PUBLIC = {
+    "public": "exact, declared public in the config",
+    "rounded": "declared, rounded down to a grid of 24 per decade",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run with its price: everything is known, nothing has been trained."""
+
+    config: RunConfig
+    algorithm: Algorithm[Any]
+    federation: Federation
+    model: Model
+    facts: Facts
+    units: tuple[UnitPlan, ...]
+
+    @cached_property
+    def terms(self) -> dict[int, Terms]:
+        """The terms of every unit, and those of the federation."""
+        return {u.unit: Terms(self.facts, u.size, u.noise_multiplier) for u in self.units}
+
+    @cached_property
+    def releases(self) -> dict[int, Counter[Mechanism]]:
+        """All that each unit will ever release."""
+        return {unit: self.algorithm.releases(terms) for unit, terms in self.terms.items()}
+
+    @property
+    def protected(self) -> list[int]:
+        """The units that have a ledger of their own: every client, or the federation."""
+        return protected_units(self.algorithm, self.facts)
+
+    @property
+    def price(self) -> Price:
+        """The guarantee: the largest price over protected units."""
+        worst = max((u for u in self.units if u.unit in set(self.protected)), key=lambda u: u.epsilon)
+        privacy = self.config.privacy
+        return Price(worst.epsilon, privacy.delta, worst.accountant, privacy.adjacency)  # type: ignore[arg-type]
+
+    def spent(self, ledger: Ledger, accountant: Accountant) -> tuple[dict[int, Counter[Mechanism]], float]:
+        """What has been posted, by unit, and the largest price of it over units."""
+        by_name = {canonical(m): m for releases in self.releases.values() for m in releases}
+        posted = {
+            unit: Counter({by_name[what]: count for what, count in counts.items()})
+            for unit, counts in ledger.posted().items()
+        }
+        prices = _prices(posted.values(), self.config.privacy, accountant)
+        return posted, max((found.epsilon for found in prices), default=0.0)
+
+    def statement(self, posted: Mapping[int, Releases], spent: float, *, complete: bool) -> Statement:
+        """The guarantee, with what has been posted so far."""
+        public = {
+            "client sizes": SIZES_PUBLIC[self.config.data.sizes],
+            "number of clients, shape of a record, classes": "declared",
+            "hyper-parameters and clip norm": "given in the config; tuning them on private data is not priced",
+        }
+        return make_statement(
+            unit=self.algorithm.unit,
+            price=self.price,
+            spent=spent,
+            planned=[self.releases[unit] for unit in self.protected],
+            posted=[posted.get(unit, {}) for unit in self.protected],
+            trust=self.algorithm.trust,
+            public=public | self.algorithm.public,
+            complete=complete,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What will be sent, how often, with what noise, and what it costs."""
+        units = [u for u in self.units if u.unit in set(self.protected)]
+        noise = [u.noise_multiplier for u in units]
+        return {
+            "name": self.config.name,
+            "algorithm": self.config.algorithm.name,
+            "rounds": self.algorithm.rounds,
+            "clients": len(self.facts.size),
+            "parameters": self.facts.parameters,
+            "epsilon": json_number(self.price.epsilon),
+            "delta": self.price.delta,
+            "noise_multiplier": {"smallest": min(noise), "largest": max(noise)},
+            "units": [asdict(u) | {"epsilon": json_number(u.epsilon)} for u in units],
+            "statement": self.statement({}, 0.0, complete=False).to_json(),
+        }
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Load the data, price every declared release, and solve the noise. Trains nothing.
+
+    Raises:
+        UserError: whatever in the config cannot be run or promised.
+    """
+    algorithm, federation, model, facts = materials(config)
+    _check_delta(config, algorithm, facts)
+    clients = [Terms(facts, int(size), 0.0) for size in facts.size]
+    terms = dict(enumerate(clients)) | {FEDERATION: Terms(facts, None, 0.0)}
+    protected = protected_units(algorithm, facts)
+    _check_scope(algorithm, terms, set(protected))
+    privacy = config.privacy
+    if privacy.noise_multiplier is not None:
+        noise = [privacy.noise_multiplier] * len(protected)
+    else:
+        assert privacy.epsilon is not None
+        noise = calibrate_many(
+            [lambda z, t=terms[unit]: _events(algorithm.releases(replace(t, noise_multiplier=z)))  # type: ignore[misc]
+             for unit in protected],
+            privacy.epsilon, privacy.delta, adjacency=privacy.adjacency, accountant=privacy.accountant,
+        )  # fmt: skip
+    releases = [
+        algorithm.releases(replace(terms[unit], noise_multiplier=z)) for unit, z in zip(protected, noise, strict=True)
+    ]
+    units = [
+        UnitPlan(unit, terms[unit].size, z, found.epsilon, found.accountant)
+        for unit, z, found in zip(protected, noise, _prices(releases, privacy, privacy.accountant), strict=True)
+    ]
+    return Plan(config, algorithm, federation, model, facts, tuple(units))
+
+
+def protected_units(algorithm: Algorithm[Any], facts: Facts) -> list[int]:
+    """Record level: one ledger for each client. Client level: one for the federation."""
+    return facts.clients.tolist() if algorithm.unit == "record" else [FEDERATION]
+
+
+def materials(config: RunConfig) -> tuple[Algorithm[Any], Federation, Model, Facts]:
+    """What a plan is made of, before anything is priced."""
+    algorithm = config.build_algorithm()
+    federation = config.build_federation()
+    model = config.model_spec(federation).build()
+    facts = Facts(
+        size=nominal_sizes(federation.size, config.data.sizes),
+        group=federation.group,
+        features=federation.features,
+        classes=federation.classes,
+        parameters=model.parameters,
+        clip_norm=config.privacy.clip_norm,
+    )
+    return algorithm, federation, model, facts
+
+
+def _check_delta(config: RunConfig, algorithm: Algorithm[Any], facts: Facts) -> None:
+    delta = config.privacy.delta
+    if algorithm.unit == "record":
+        count, who = int(facts.size.min()), f"The smallest client has {facts.size.min():,} records"
+    else:
+        count, who = len(facts.size), f"There are {len(facts.size):,} clients"
+    if delta >= 1 / count:
+        raise UserError(
+            f"privacy.delta = {delta:g} is too large.",
+            f"{who}; delta must stay below 1/n = {1 / count:.2g},\n"
+            f"or whole {algorithm.unit}s could be published and still satisfy the guarantee.",
+            f"privacy.delta = {10.0 ** math.floor(math.log10(0.5 / count)):.0e}",
+        )
+
+
+def _check_scope(algorithm: Algorithm[Any], terms: Mapping[int, Terms], protected: set[int]) -> None:
+    """What an algorithm releases must be releases of the units it says it protects."""
+    outside = next((t for unit, t in terms.items() if unit not in protected and algorithm.releases(t)), None)
+    if outside is not None:
+        raise TypeError(
+            f"{type(algorithm).__name__} protects each {algorithm.unit} but declares releases of "
+            f"{'the federation' if outside.size is None else 'single clients'}, which that price does not cover"
+        )
+
+
+def _prices(many: Iterable[Releases], privacy: PrivacyConfig, accountant: Accountant) -> list[Price]:
+    """The price of each multiset; equal ones (clients of one size) are priced once."""
+    known: dict[frozenset[tuple[DpEvent, int]], Price] = {}
+    found = []
+    for releases in many:
+        events = _events(releases)
+        key = frozenset(events.items())
+        if key not in known:
+            known[key] = price(events, privacy.delta, adjacency=privacy.adjacency, accountant=accountant)
+        found.append(known[key])
+    return found
+
+
+def _events(releases: Releases) -> Counter[DpEvent]:
+    events: Counter[DpEvent] = Counter()
+    for mechanism, count in releases.items():
+        events[mechanism.event] += count
+    return events
+
+
+# ---- without a config ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The releases of one client, in numbers: DP-SGD rounds and private choices."""
+
+    records: int  # N
+    batch: int  # b
+    rounds: int  # E
+    local_epochs: int = 1  # K
+    full_first_round: bool = False
+    first_round_factor: float = 1.0  # f: round 1 has f * z
+    select_rounds: int = 0  # T
+    select_epsilon: float | None = None
+
+    def events(self, z: float) -> Counter[DpEvent]:
+        """All events at noise multiplier z."""
+        first = self.full_first_round or self.first_round_factor != 1.0
+        usual = self._training(self.batch, z)
+        releases: Counter[Mechanism] = Counter({usual: self.rounds - first})
+        if first:
+            batch = self.records if self.full_first_round else self.batch
+            releases[self._training(batch, self.first_round_factor * z)] += 1
+        events = _events(+releases)
+        if self.select_rounds:
+            assert self.select_epsilon is not None
+            events[SelectionDpEvent(self.select_epsilon)] += self.select_rounds
+        return events
+
+    def _training(self, batch: int, z: float) -> NoisyTraining:
+        return NoisyTraining.epochs(self.records, batch, self.local_epochs, clip_norm=1.0, noise_multiplier=z)
+
+
+def account_schedule(
+    schedule: Schedule, *, epsilon: float | None, noise_multiplier: float | None, delta: float, adjacency: str,
+    accountant: str,
+) -> dict[str, Any]:  # fmt: skip
+    """The noise multiplier for a budget, or the price of a noise multiplier.
+
+    Raises:
+        UserError: both or neither of epsilon and noise_multiplier, or a value that makes no sense.
+    """
+    _check_account(schedule, epsilon, noise_multiplier, delta, adjacency, accountant)
+    terms: dict[str, Any] = {"adjacency": adjacency, "accountant": accountant}
+    z = noise_multiplier if epsilon is None else calibrate(schedule.events, epsilon, delta, **terms)
+    assert z is not None
+    found = price(schedule.events(z), delta, **terms)
+    return {
+        "noise_multiplier": z,
+        "epsilon": json_number(found.epsilon),
+        "delta": delta,
+        "accountant": found.accountant,
+        "adjacency": adjacency,
+    }
+
+
+def _check_account(
+    schedule: Schedule,
+    epsilon: float | None,
+    noise: float | None,
+    delta: float,
+    adjacency: str,
+    accountant: str,
+) -> None:
+    if (epsilon is None) == (noise is None):
+        given = "neither is given" if epsilon is None else f"{epsilon:g} and {noise:g} are both given"
+        raise UserError(
+            f"--epsilon and --noise-multiplier: {given}.",
+            "One is the question, the other the answer.",
+            "--epsilon 5, or --noise-multiplier 1.0",
+        )
+    for key, value, known in (
+        ("--adjacency", adjacency, get_args(Adjacency)),
+        ("--accountant", accountant, get_args(Accountant)),
+    ):
+        if value not in known:
+            raise unknown(key, value, known)
+    for key, number in (
+        ("--noise-multiplier", 1.0 if noise is None else noise + 1e-300),
+        ("--first-round-factor", schedule.first_round_factor),
+        ("--select-epsilon", 1.0 if schedule.select_epsilon is None else schedule.select_epsilon),
+    ):
+        if not 0 < number < math.inf:
+            raise UserError(f"{key} {number:g} makes no sense.", "It must be positive and finite.", f"{key} 1.0")
+    if schedule.select_rounds and schedule.select_epsilon is None:
+        raise UserError(
+            f"--select-rounds {schedule.select_rounds} needs --select-epsilon.",
+            "Each private choice has a price of its own.",
+            "--select-epsilon 0.1",
+        )
+    if delta >= 1 / schedule.records:
+        raise UserError(
+            f"--delta {delta:g} is too large.",
+            f"With {schedule.records:,} records delta must stay below 1/n = {1 / schedule.records:.2g},\n"
+            "or whole records could be published and still satisfy the guarantee.",
+            "--delta 1e-4" if schedule.records < 10_000 else f"--delta {0.1 / schedule.records:.0e}",
+        )

@@ -1,0 +1,1 @@
+"""Everything that prices, bounds and noises what leaves a client."""

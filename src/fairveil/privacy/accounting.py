@@ -1,0 +1,469 @@
+"""What releases cost, and how little noise a budget allows: events -> epsilon, epsilon -> noise multiplier.
+
+A multiset of events is ONE composition priced at ONE delta. Two prices exist, and each is an upper bound on the
+true epsilon: Renyi ("rdp") and privacy loss distributions ("pld"), both computed by Google's dp_accounting.
+"tightest" reports the smaller. Under "replace" only "pld" holds: dp_accounting's RDP prices a Gaussian release
+as if the record had been removed, at half the sensitivity. Prices and calibrations are cached on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import math
+import os
+import sqlite3
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import attr
+import dp_accounting as dpa
+import numpy as np
+import numpy.typing as npt
+from dp_accounting.pld import pld_pmf
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+from dp_accounting.rdp import RdpAccountant, compute_epsilon
+from scipy import optimize, special
+
+from fairveil.errors import UserError
+
+Accountant = Literal["rdp", "pld", "tightest"]
+Adjacency = Literal["add-remove", "replace"]
+Events = Mapping[dpa.DpEvent, int]
+Floats = npt.NDArray[np.float64]
+
+_NUMBERS = f"1/{version('dp-accounting')}"  # raise the first whenever a price could come out differently
+_LEAST_NOISE, _MOST_NOISE = 1e-2, 1e6  # calibration looks nowhere else
+
+# It says that an order was left out of the search for the best one: nothing that a user could or should mend.
+logging.getLogger("absl").addFilter(lambda record: "_compute_log_a_frac failed" not in str(record.msg))
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class SelectionDpEvent(dpa.DpEvent):  # type: ignore[misc]
+    """One choice by the exponential mechanism, of *bounded range* epsilon.
+
+    The log-ratio of the probabilities of any two outcomes moves by at most `epsilon` between neighbours. To scale
+    the noise so that this holds (Gumbel of scale Delta/epsilon for a monotone score, 2*Delta/epsilon otherwise) is
+    the mechanism's duty: the price of the event is the same under every adjacency.
+    """
+
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Price:
+    """An (epsilon, delta) guarantee, the relation between neighbours it is for, and which accountant found it."""
+
+    epsilon: float
+    delta: float
+    accountant: Literal["rdp", "pld"]
+    adjacency: Adjacency
+
+
+def price(
+    events: Events, delta: float, *, adjacency: Adjacency = "add-remove", accountant: Accountant = "tightest"
+) -> Price:
+    """The epsilon of all events composed, at `delta`: always an upper bound, infinity if there is none.
+
+    Args:
+        events: event -> how often. Gaussian, Poisson-sampled Gaussian, selection, no-op and non-private events, and
+            compositions of them (a ComposedDpEvent can only be a key if it holds a tuple).
+        delta: in (0, 1).
+        adjacency: between neighbours a unit is added or removed, or replaced by another.
+        accountant: "tightest" takes the smaller of both prices.
+
+    Raises:
+        UserError: delta outside (0, 1), or "rdp" under "replace".
+        UnsupportedEventError: an event of another kind.
+    """
+    _check(delta, adjacency, accountant)
+    return _price(_compose(events.items()), float(delta), adjacency, accountant)
+
+
+def calibrate(
+    events_at: Callable[[float], Events],
+    epsilon: float,
+    delta: float,
+    *,
+    adjacency: Adjacency = "add-remove",
+    accountant: Accountant = "tightest",
+) -> float:
+    """The smallest noise multiplier whose events cost at most `epsilon`; at most about 0.1% above the optimum.
+
+    Never too little noise: for the z returned, `price(events_at(z), ...).epsilon <= epsilon` holds as floats.
+
+    Args:
+        events_at: noise multiplier z -> all events; what they cost must not rise with z.
+        epsilon: the budget, positive.
+        delta: in (0, 1).
+        adjacency: as in `price`.
+        accountant: as in `price`.
+
+    Raises:
+        UserError: the budget is not positive, or used up by events that do not depend on z.
+    """
+    _check(delta, adjacency, accountant)
+    if not 0 < epsilon < math.inf:
+        raise UserError(
+            f"privacy.epsilon = {epsilon} is not a budget.",
+            "It must be positive and finite: no noise reaches zero, and infinity needs none.",
+            "privacy.epsilon = 5.0",
+        )
+
+    def compose(z: float) -> _Composition:
+        return _compose(events_at(z).items())
+
+    def cost(z: float) -> float:
+        return _price(compose(z), float(delta), adjacency, accountant).epsilon
+
+    # A function has no name: its events at a few multipliers stand for it. Functions that agree there and differ
+    # elsewhere do no harm, because what was solved before is priced again with the events at hand.
+    probes = [compose(z) for z in (1.0, 1.7, 3.1)]
+    if probes[0] == probes[1] == probes[2]:
+        raise ValueError("there is nothing to calibrate: these events do not depend on the noise")
+    key = _key("calibrate", *probes, float(delta), adjacency, accountant, float(epsilon))
+    solved = _load(key)
+    if not solved or cost(solved[0]) > epsilon:
+        solved = [_solve(lambda x: _estimate(compose(math.exp(x)), delta, adjacency), cost, epsilon)]
+        _save(key, solved)
+    return solved[0]
+
+
+def calibrate_many(
+    requests: Iterable[Callable[[float], Events]],
+    epsilon: float,
+    delta: float,
+    *,
+    adjacency: Adjacency = "add-remove",
+    accountant: Accountant = "tightest",
+) -> list[float]:
+    """`calibrate` for each unit (client, say); equal requests are solved once, thanks to the cache."""
+    return [calibrate(one, epsilon, delta, adjacency=adjacency, accountant=accountant) for one in requests]
+
+
+def _check(delta: float, adjacency: Adjacency, accountant: Accountant) -> None:
+    if not 0 < delta < 1:
+        raise UserError(
+            f"privacy.delta = {delta} is not a probability of failure.",
+            "It must lie strictly between 0 and 1, and below 1/n to mean anything.",
+            "privacy.delta = 1e-5",
+        )
+    if accountant == "rdp" and adjacency == "replace":
+        raise UserError(
+            'privacy.accountant = "rdp" does not go with privacy.adjacency = "replace".',
+            "Replacing a record moves a clipped sum twice as far as removing one, but the Renyi accountant\n"
+            "prices it like a removal: it would print an epsilon that was not proved.",
+            'privacy.accountant = "pld"',
+        )
+
+
+# What happened ------------------------------------------------------------------------------------------------
+
+
+class _Composition(NamedTuple):
+    """All events in normal form: the same events give the same value, however they were nested."""
+
+    precision: float  # sum of 1/z^2 over Gaussian releases: k of them are exactly one with z/sqrt(k)
+    sampled: tuple[tuple[float, float, int], ...]  # (sample rate q, z, count)
+    selections: tuple[tuple[float, int], ...]  # (epsilon, count)
+
+
+def _leaves(events: Iterable[tuple[dpa.DpEvent, int]]) -> Iterator[tuple[dpa.DpEvent, int]]:
+    for event, count in events:
+        if count < 0 or count != int(count):
+            raise ValueError(f"{event} cannot happen {count} times")
+        if isinstance(event, dpa.SelfComposedDpEvent):
+            yield from _leaves([(event.event, event.count * count)])
+        elif isinstance(event, dpa.ComposedDpEvent):
+            yield from _leaves((part, count) for part in event.events)
+        elif count and not isinstance(event, dpa.NoOpDpEvent):
+            yield event, int(count)
+
+
+def _compose(events: Iterable[tuple[dpa.DpEvent, int]]) -> _Composition:
+    precisions: list[float] = [0.0]
+    sampled: Counter[tuple[float, float]] = Counter()
+    selections: Counter[float] = Counter()
+    for event, count in _leaves(events):
+        if isinstance(event, dpa.GaussianDpEvent):
+            z = _within(event.noise_multiplier, math.inf, event)
+            precisions.append(count / z / z if z else math.inf)
+        elif isinstance(event, dpa.PoissonSampledDpEvent):
+            # One draw is one event: whatever is released from it has one effective multiplier.
+            q, inner = _within(event.sampling_probability, 1, event), _compose([(event.event, 1)])
+            if inner.sampled or inner.selections:
+                raise dpa.UnsupportedEventError(f"{event}: only Gaussian releases can be sampled.")
+            if q == 1 or (q and inner.precision == math.inf):
+                precisions.append(count * inner.precision)
+            elif q and inner.precision:
+                sampled[q, 1 / math.sqrt(inner.precision)] += count
+        elif isinstance(event, SelectionDpEvent):
+            if e := _within(event.epsilon, sys.float_info.max, event):
+                selections[e] += count
+        elif isinstance(event, dpa.NonPrivateDpEvent):
+            precisions.append(math.inf)  # no noise, no guarantee
+        else:
+            raise dpa.UnsupportedEventError(f"{event} has no price here.")
+    steps = sorted((q, z, n) for (q, z), n in sampled.items())
+    return _Composition(math.fsum(precisions), tuple(steps), tuple(sorted(selections.items())))
+
+
+def _within(value: float, high: float, event: dpa.DpEvent) -> float:
+    if not 0 <= value <= high:  # refuses NaN as well
+        raise ValueError(f"{event}: {value} is not within [0, {high:g}]")
+    return float(value)
+
+
+# What it costs ------------------------------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")
+def _price(what: _Composition, delta: float, adjacency: Adjacency, accountant: Accountant) -> Price:
+    if what.precision == math.inf or what == _Composition(0.0, (), ()):
+        both = [what.precision, what.precision]
+    else:
+        key = _key("price", what, delta, adjacency, accountant)
+        both = _load(key) or [
+            _rdp_epsilon(what, delta) if accountant != "pld" and adjacency == "add-remove" else math.inf,
+            _pld_epsilon(what, delta, adjacency) if accountant != "rdp" else math.inf,
+        ]
+        _save(key, both)
+    by_rdp = both[0] < both[1] or accountant == "rdp"
+    return Price(min(both), delta, "rdp" if by_rdp else "pld", adjacency)
+
+
+def _rdp_epsilon(what: _Composition, delta: float) -> float:
+    """The best order: alpha - 1 by powers of two, then twice more finely around the best.
+
+    Every order gives a valid bound. The bound falls and then rises with the order, so the walk ends at the first
+    rise: orders in the thousands, which are slow, are only tried when there is so much noise that they count.
+    """
+    steps = sum(count for *_, count in what.sampled)
+
+    @functools.cache
+    def bound(log_order: float) -> float:
+        order = 1 + 2.0**log_order
+        order = order if order < 32 else round(order)  # a large fractional order needs too long a series
+        accountant = RdpAccountant([order])
+        for q, z, count in what.sampled:
+            accountant.compose(dpa.PoissonSampledDpEvent(q, dpa.GaussianDpEvent(z)), count)
+        rdp = float(accountant.rdp[0]) + order * what.precision / 2
+        # Bounded range epsilon is epsilon^2/8-zCDP (Cesar and Rogers 2021); it is also epsilon-DP.
+        rdp += sum(count * min(order * e * e / 8, e) for e, count in what.selections)
+        # A divergence that rounding made negative would be priced at epsilon = 0: we add more than the
+        # rounding error of a step, which stays below 1e-12.
+        rdp = max(rdp, 0.0) * (1 + 1e-12) + 1e-12 * steps
+        return math.inf if math.isnan(rdp) else float(compute_epsilon([order], [rdp], delta)[0])
+
+    def walk(log_orders: list[float]) -> float:
+        best = log_orders[0]
+        for log_order in log_orders[1:]:
+            if bound(log_order) <= bound(best):
+                best = log_order
+            elif bound(best) < math.inf:
+                break
+        return best
+
+    best = walk([float(k) for k in range(-4, 15)])
+    for step in (0.2, 0.04):
+        best = walk([best + k * step for k in range(-5, 6)])
+    return bound(best)
+
+
+class _Step(NamedTuple):
+    """One kind of step: its privacy curve, the range where that is not trivial, and moments of its loss."""
+
+    curve: Callable[[Floats], Floats]  # x -> delta(x), the hockey-stick divergence at e^x
+    low: float
+    high: float
+    times: int
+    mean: float
+    variance: float
+
+
+def _pld_epsilon(what: _Composition, delta: float, adjacency: Adjacency) -> float:
+    # Rounding moves the curve of a step, and the FFT of its loss, by some 1e-16 in delta (measured against long
+    # doubles); such errors add up over the steps. So we price at a delta that is smaller by more than that.
+    steps = 1 + sum(n for *_, n in what.sampled) + sum(n for *_, n in what.selections)
+    target = delta - 2e-15 * steps
+    if target < delta / 2:
+        return math.inf
+    if adjacency == "replace":
+        directions = [AdjacencyType.REPLACE]
+    else:  # both alike without sampling; with it, that removal is the worse under composition is not proved
+        directions = [AdjacencyType.REMOVE, AdjacencyType.ADD][: 2 if what.sampled else 1]
+    epsilon, spare = 0.0, 1e-6 * delta  # tails of this mass are cut off, and counted as infinite loss
+    for direction in directions:
+        kinds = _steps(what, direction, math.log(spare / steps))
+        interval = _interval(kinds)
+        pmfs = []
+        for kind in kinds:
+            low, high = math.floor(kind.low / interval), math.ceil(kind.high / interval)
+            deltas = kind.curve(np.arange(low, high + 1, dtype=np.float64) * interval)
+            pmf = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, deltas)
+            # Dense, because the sparse form begins with size**count as an integer: millions of digits.
+            pmf = pmf.to_dense_pmf()
+            pmfs.append(pmf if kind.times == 1 else pmf.self_compose(kind.times, spare))
+        pmf = functools.reduce(lambda a, b: a.compose(b, spare), pmfs)
+        epsilon = max(epsilon, float(pmf.get_epsilon_for_delta(target)))
+    return epsilon * (1 + 1e-6)  # the library adds up its grid of losses float by float
+
+
+def _steps(what: _Composition, direction: AdjacencyType, log_tail: float) -> list[_Step]:
+    replace, steps = direction == AdjacencyType.REPLACE, []
+    for q, z, times in what.sampled:
+        loss = GaussianPrivacyLoss(
+            z, sampling_prob=q, adjacency_type=direction, log_mass_truncation_bound=log_tail
+        )
+        ends = loss.connect_dots_bounds()
+        steps.append(
+            _Step(loss.get_delta_for_epsilon, ends.epsilon_lower, ends.epsilon_upper, times, *_moments(q, z, replace))
+        )
+    if what.precision:
+        shift = (2 if replace else 1) * math.sqrt(what.precision)  # of the mean, in standard deviations
+        mean, reach = shift**2 / 2, -shift * float(special.ndtri_exp(log_tail))
+        curve = functools.partial(_gaussian_curve, shift)
+        steps.append(_Step(curve, mean - reach, mean + reach, 1, mean, shift**2))
+    for e, times in what.selections:
+        curve = functools.partial(_selection_curve, e)
+        steps.append(_Step(curve, -e, e, times, min(e * e / 6, e), min(e * e / 3, 4.0)))
+    return steps
+
+
+def _gaussian_curve(shift: float, x: Floats) -> Floats:
+    """delta(x) of N(shift, 1) against N(0, 1) (Balle and Wang 2018); the library's takes a Python call a point."""
+    middle = x / shift
+    lower = np.exp(x + special.log_ndtr(-middle - shift / 2))
+    return np.clip(special.ndtr(shift / 2 - middle) - lower, 0, 1)
+
+
+def _selection_curve(epsilon: float, x: Floats) -> Floats:
+    """delta(x) of a choice of bounded range epsilon.
+
+    The largest over all two-point pairs with losses t and t - epsilon (at t = (x + epsilon)/2), and one of those
+    dominates any pair of bounded range (Dong, Durfee and Rogers 2020). It is convex in e^x, so it is itself the
+    curve of a pair, and composes.
+    """
+    inside = np.expm1((np.clip(x, -epsilon, epsilon) - epsilon) / 2) ** 2 / -math.expm1(-epsilon)
+    return np.where(x < -epsilon, -np.expm1(x), inside)
+
+
+def _moments(q: float, z: float, replace: bool) -> tuple[float, float]:
+    """Mean and variance of the privacy loss of a sampled Gaussian, roughly: for grids and first guesses."""
+    nodes = np.linspace(-8, 8, 321)
+    weights = np.concatenate([(1 - q) * np.exp(-(nodes**2) / 2), q * np.exp(-(nodes**2) / 2)])
+    x = np.concatenate([z * nodes, z * nodes + 1])
+
+    def present(x: Floats) -> Floats:
+        return np.logaddexp(np.log1p(-q), np.log(q) + (x - 0.5) / z**2)
+
+    loss = present(x) - (present(-x) if replace else 0)
+    mean = float(np.average(loss, weights=weights))
+    return mean, float(np.average((loss - mean) ** 2, weights=weights))
+
+
+def _interval(kinds: Sequence[_Step]) -> float:
+    """The grid of privacy losses.
+
+    Rounding a loss to its two neighbours on the grid adds h^2/6 to the variance of each step, and epsilon grows by
+    no more than the share of that in the whole: we allow 1e-3 (about 0.06% of epsilon). A fixed grid would be far
+    too coarse for many small steps, and needlessly fine for few large ones.
+    """
+    variance = sum(kind.times * kind.variance for kind in kinds)
+    coarsest = math.sqrt(6e-3 * variance / sum(kind.times for kind in kinds))
+    width = sum(3.5 * (kind.high - kind.low) + 17 * math.sqrt(kind.times * kind.variance) for kind in kinds)
+    # 20,000 points cost next to nothing; half a million is what a second or two and 200 MB allow.
+    return max(min(coarsest, width / 20_000), width / 500_000)
+
+
+# The least noise ----------------------------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")
+def _estimate(what: _Composition, delta: float, adjacency: Adjacency) -> float:
+    """The log of what a normally distributed loss of the same mean and variance would cost."""
+    direction = AdjacencyType.REPLACE if adjacency == "replace" else AdjacencyType.REMOVE
+    kinds = _steps(what, direction, -30.0)
+    mean = sum(kind.times * kind.mean for kind in kinds)
+    variance = sum(kind.times * kind.variance for kind in kinds)
+    return math.log(mean + max(float(special.ndtri(1 - delta)), 0.1) * math.sqrt(variance))
+
+
+def _solve(estimate: Callable[[float], float], cost: Callable[[float], float], epsilon: float) -> float:
+    """The root of cost(z) = epsilon, from above, along an estimate of log cost whose error varies slowly."""
+    low, high, best = math.log(_LEAST_NOISE), math.log(_MOST_NOISE), None
+    error, margin = 0.0, 5e-4
+    while high - low > 5e-4:
+        target = math.log(epsilon) - margin - error
+        x = (low + high) / 2
+        if estimate(low) > target > estimate(high):
+            x = optimize.brentq(lambda x, target=target: estimate(x) - target, low, high, xtol=1e-5)
+        z, window = math.exp(x), min(2e-3, estimate(x - 1e-3) - estimate(x))
+        spent = cost(z)
+        if spent > epsilon:
+            low = x
+        elif spent >= epsilon * math.exp(-window):  # with 0.1% less noise it would be too much
+            return z
+        else:
+            high, best = x, z
+        if 0 < spent < math.inf:
+            error, margin = math.log(spent) - estimate(x), 0.4 * window
+    if best is None:
+        floor = cost(_MOST_NOISE)
+        raise UserError(
+            f"privacy.epsilon = {epsilon:g} is used up before any noise can help.",
+            f"The releases whose noise is fixed, such as private selections, cost {floor:.4g} on their own\n"
+            f"({floor / epsilon:.0%} of the budget). No noise multiplier, however large, makes up for it.",
+            f"a budget well above {floor:.4g}, or fewer or noisier selections",
+        )
+    return best
+
+
+# The cache ----------------------------------------------------------------------------------------------------
+
+_memory: dict[str, list[float]] = {}
+
+
+def _key(*parts: object) -> str:
+    def text(part: object) -> str:
+        if isinstance(part, float):
+            return part.hex()
+        return f"({','.join(map(text, part))})" if isinstance(part, tuple) else str(part)
+
+    return hashlib.sha256(text((_NUMBERS, *parts)).encode()).hexdigest()
+
+
+def _database(statement: str, *values: str) -> Any:
+    """The first row of an answer; None if the cache cannot be used (read-only, corrupt, locked ...)."""
+    with contextlib.suppress(sqlite3.Error, OSError, RuntimeError):
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(os.environ.get("FAIRVEIL_CACHE") or Path(base, "fairveil"))
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.closing(sqlite3.connect(folder / "accounting.sqlite", timeout=2)) as database, database:
+            database.execute("PRAGMA synchronous=OFF")  # what is lost with the power is computed again
+            database.execute("CREATE TABLE IF NOT EXISTS kept (key TEXT PRIMARY KEY, value TEXT, seal TEXT)")
+            return database.execute(statement, values).fetchone()
+    return None
+
+
+def _load(key: str) -> list[float] | None:
+    if key not in _memory:
+        row = _database("SELECT value, seal FROM kept WHERE key = ?", key)
+        if row and row[1] == _key(key, row[0]):  # a damaged row must not become a price
+            _memory[key] = [float.fromhex(number) for number in row[0].split()]
+    return _memory.get(key)
+
+
+def _save(key: str, numbers: list[float]) -> None:
+    if _memory.get(key) != numbers:
+        _memory[key] = numbers
+        value = " ".join(number.hex() for number in numbers)
+        _database("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", key, value, _key(key, value))

@@ -1,0 +1,176 @@
+"""The ledger: what each protected unit has released, on disk before anyone sees the value.
+
+A unit is a client (record-level privacy: its records are protected, client by client) or the whole federation
+(client-level privacy). Each unit has a plan: the multiset of mechanisms that the run may apply to it. A post
+must stay inside the plan; comparing is counting, nothing is priced here. Posting the same request with the
+same inputs again costs nothing, which is what a resumed run does; with other inputs it is refused, since two
+different answers to one request would cancel each other's noise.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fairveil.errors import PrivacyError
+from fairveil.privacy.mechanisms import Mechanism, canonical
+
+FEDERATION = -1  # the unit of everything that is summed over clients
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS mechanism (id INTEGER PRIMARY KEY, kind TEXT NOT NULL, what TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS plan (
+    unit INTEGER NOT NULL, mechanism INTEGER NOT NULL REFERENCES mechanism, count INTEGER NOT NULL,
+    PRIMARY KEY (unit, mechanism)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ledger (
+    unit INTEGER NOT NULL, request TEXT NOT NULL, mechanism INTEGER NOT NULL REFERENCES mechanism,
+    digest BLOB NOT NULL, PRIMARY KEY (unit, request)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS declared (
+    request TEXT NOT NULL, task TEXT NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (request, reason)) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One application of a mechanism to one unit.
+
+    Attributes:
+        request: names what was asked, once for each unit ("round 3, ask 1").
+        digest: of all inputs; the same request must come with the same inputs.
+    """
+
+    unit: int
+    request: str
+    mechanism: Mechanism
+    digest: bytes
+
+
+class Ledger:
+    """The durable record over an open database (write-ahead log, synchronous FULL)."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self.database = database
+        database.executescript(SCHEMA)
+        self._ids: dict[str, int] = dict(database.execute("SELECT what, id FROM mechanism"))
+        self._plan: dict[int, Counter[int]] = {}
+        for unit, mechanism, count in database.execute("SELECT unit, mechanism, count FROM plan"):
+            self._plan.setdefault(unit, Counter())[mechanism] = count
+        self._posted: dict[int, dict[str, tuple[int, bytes]]] = {}
+        for unit, request, mechanism, digest in database.execute("SELECT * FROM ledger"):
+            self._posted.setdefault(unit, {})[request] = (mechanism, digest)
+        self._counts = {
+            unit: Counter(mechanism for mechanism, _ in entries.values()) for unit, entries in self._posted.items()
+        }
+
+    def set_plan(self, planned: Mapping[int, Mapping[Mechanism, int]]) -> None:
+        """Write the plan of every unit; a plan that is already there never changes."""
+        if self._plan:
+            raise PrivacyError("this run already has a plan: what was promised cannot be changed afterwards")
+        with self.database:
+            for unit, releases in planned.items():
+                counts = Counter({self._id(mechanism): count for mechanism, count in releases.items()})
+                self._plan[unit] = counts
+                self.database.executemany(
+                    "INSERT INTO plan VALUES (?, ?, ?)", [(unit, m, count) for m, count in counts.items()]
+                )
+
+    def post(self, entries: Sequence[Entry]) -> None:
+        """Post entries in one transaction; when this returns they are on disk.
+
+        Raises:
+            PrivacyError: an entry outside the plan, or a known request with other inputs. Nothing is posted.
+        """
+        fresh: list[tuple[Entry, int]] = []
+        asked: dict[int, Counter[int]] = {}
+        for entry in entries:
+            mechanism = self._ids.get(canonical(entry.mechanism))
+            before = self._posted.get(entry.unit, {}).get(entry.request)
+            if before is not None:
+                if before != (mechanism, entry.digest):
+                    raise PrivacyError(
+                        f"{_unit(entry.unit)}: {entry.request} was answered before with other inputs. "
+                        "A second answer would cancel the noise of the first; it was not given."
+                    )
+                continue
+            planned = self._plan.get(entry.unit, Counter())
+            if mechanism is None or mechanism not in planned:
+                raise PrivacyError(self._not_planned(entry))
+            counts = asked.setdefault(entry.unit, Counter())
+            counts[mechanism] += 1
+            spent = self._counts.get(entry.unit, Counter())[mechanism] + counts[mechanism]
+            if spent > planned[mechanism]:
+                raise PrivacyError(
+                    f"{_unit(entry.unit)}: {entry.mechanism.kind} asked for the {spent}th time, "
+                    f"{planned[mechanism]} planned ({entry.mechanism.describe()}). Nothing was released."
+                )
+            fresh.append((entry, mechanism))
+        with self.database:
+            self.database.executemany(
+                "INSERT INTO ledger VALUES (?, ?, ?, ?)",
+                [(entry.unit, entry.request, mechanism, entry.digest) for entry, mechanism in fresh],
+            )
+        for entry, mechanism in fresh:
+            self._posted.setdefault(entry.unit, {})[entry.request] = (mechanism, entry.digest)
+            self._counts.setdefault(entry.unit, Counter())[mechanism] += 1
+
+    def declare(self, request: str, task: str, reason: str) -> None:
+        """Note that a task answered with public values, for the statement."""
+        with self.database:
+            self.database.execute("INSERT OR IGNORE INTO declared VALUES (?, ?, ?)", (request, task, reason))
+
+    def declared(self) -> list[tuple[str, str, int]]:
+        """(task, reason, number of requests) of all public values."""
+        query = "SELECT task, reason, COUNT(*) FROM declared GROUP BY task, reason"
+        return list(self.database.execute(query))
+
+    def entries(self) -> list[tuple[int, str, str, bytes]]:
+        """Every entry: unit, request, mechanism in canonical form, digest of the inputs."""
+        query = "SELECT unit, request, what, digest FROM ledger JOIN mechanism ON id = mechanism ORDER BY unit, request"
+        return list(self.database.execute(query))
+
+    def planned(self) -> dict[int, Counter[str]]:
+        """The plan of each unit, mechanisms in canonical form."""
+        return self._named(self._plan)
+
+    def posted(self) -> dict[int, Counter[str]]:
+        """What each unit has released so far, mechanisms in canonical form."""
+        return self._named(self._counts)
+
+    def _named(self, counts: Mapping[int, Counter[int]]) -> dict[int, Counter[str]]:
+        what = {number: text for text, number in self._ids.items()}
+        return {
+            unit: Counter({what[m]: count for m, count in by_mechanism.items()})
+            for unit, by_mechanism in counts.items()
+        }
+
+    def _id(self, mechanism: Mechanism) -> int:
+        what = canonical(mechanism)
+        if what not in self._ids:
+            cursor = self.database.execute("INSERT INTO mechanism (kind, what) VALUES (?, ?)", (mechanism.kind, what))
+            assert cursor.lastrowid is not None
+            self._ids[what] = cursor.lastrowid
+        return self._ids[what]
+
+    def _not_planned(self, entry: Entry) -> str:
+        """Say which fields differ from what was planned for this unit under the same type."""
+        asked = json.loads(canonical(entry.mechanism))
+        lines = [
+            f"{_unit(entry.unit)}: this {entry.mechanism.kind} was not planned, so it was not released.",
+            f"  Asked:   {entry.mechanism.describe()}",
+        ]
+        planned = [json.loads(what) for what in self.planned().get(entry.unit, Counter())]
+        for other in planned:
+            if other["type"] == asked["type"]:
+                different = [key for key in asked if asked[key] != other.get(key)]
+                lines.append(f"  Planned: the same with other {', '.join(different)}")
+        if not planned:
+            lines.append("  Planned: nothing at all for this unit")
+        lines.append("  Declare it in releases(), with the same numbers as in round().")
+        return "\n".join(lines)
+
+
+def _unit(unit: int) -> str:
+    return "the federation" if unit == FEDERATION else f"client {unit}"

@@ -1,0 +1,255 @@
+"""The mechanisms: each owns its bound, its noise and its event.
+
+A mechanism is frozen and hashable. `event` says what happened to one protected unit when it is applied once;
+what that costs is the accountant's business. Callers never clip and never add noise by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+import torch
+from dp_accounting import (
+    DpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+)
+from torch import Tensor
+
+from fairveil.privacy.gradients import clipped_sum
+from fairveil.privacy.release import MINT, Release, Share
+from fairveil.streams import Stream
+
+if TYPE_CHECKING:
+    from fairveil.data.federation import ClientData
+    from fairveil.models import Model
+
+
+class Mechanism(Protocol):
+    """What the ledger and the planner need to know. Implementations are frozen dataclasses."""
+
+    @property
+    def kind(self) -> str:
+        """The word for it in the statement."""
+
+    @property
+    def event(self) -> DpEvent:
+        """What one application does to one protected unit."""
+
+    def describe(self) -> str:
+        """One application in words, for the plan and the statement."""
+
+
+class Client(Protocol):
+    """What a mechanism needs of the client it runs on (a `Member` of the session)."""
+
+    @property
+    def data(self) -> ClientData: ...
+    @property
+    def model(self) -> Model: ...
+    @property
+    def inputs(self) -> Mapping[str, Any]: ...
+    def stream(self, purpose: str) -> Stream: ...
+
+
+class ClientMechanism(Mechanism, Protocol):
+    """A mechanism that the client applies by itself."""
+
+    def release(self, client: Client) -> tuple[Release, dict[str, float]]:
+        """The release, and diagnostics for the metrics table."""
+
+
+def canonical(mechanism: Mechanism) -> str:
+    """Every field of a mechanism as JSON with floats in hexadecimal: equal texts, equal mechanisms."""
+
+    def plain(value: Any) -> Any:
+        if is_dataclass(value):
+            named = {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+            return {"type": type(value).__name__} | named
+        if isinstance(value, tuple):
+            return [plain(item) for item in value]
+        return value.hex() if isinstance(value, float) else value
+
+    return json.dumps(plain(mechanism), sort_keys=True)
+
+
+def sampled_gaussian(sample_rate: float, noise_multiplier: float) -> DpEvent:
+    """The event of one noisy sum of a Poisson sample; no noise means no guarantee, never a number."""
+    if noise_multiplier <= 0:
+        return NonPrivateDpEvent()
+    gaussian = GaussianDpEvent(noise_multiplier)
+    return gaussian if sample_rate >= 1 else PoissonSampledDpEvent(sample_rate, gaussian)
+
+
+def noise_std(bound: float, noise_multiplier: float) -> float:
+    """Standard deviation of the noise (sigma = c * z); an infinite bound is allowed without noise only."""
+    if noise_multiplier == 0:
+        return 0.0
+    if not math.isfinite(bound):
+        raise ValueError(f"a bound of {bound} cannot be noised: noise_multiplier must then be 0")
+    return bound * noise_multiplier
+
+
+@dataclass(frozen=True)
+class NoisyTraining:
+    """Local DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", 2016): `steps` noisy steps.
+
+    Unit: one record of the client. Neighbours (add/remove): two datasets that differ in one record. Each step
+    draws every record with probability `sample_rate`, clips its gradient to `clip_norm`, adds the sum up and
+    adds Gaussian noise of standard deviation `clip_norm * noise_multiplier`. One record moves the sum by at
+    most `clip_norm` (by 2 * `clip_norm` under replace, which the accountant knows). Dividing by the constant
+    `expected_batch`, taking the step and sending the difference after the last step is post-processing. An
+    empty batch is a noise-only step: whether a batch was empty is not visible.
+    """
+
+    sample_rate: float  # q
+    steps: int
+    clip_norm: float  # c
+    noise_multiplier: float  # z
+    expected_batch: float  # b; public, never the drawn size
+
+    @classmethod
+    def epochs(cls, size: int, batch_size: int, epochs: int, *, clip_norm: float, noise_multiplier: float) -> Self:
+        """`epochs` passes over `size` declared records: q = b/N, ceil(N/b) steps each."""
+        batch = min(batch_size, size)
+        return cls(batch / size, epochs * math.ceil(size / batch), clip_norm, noise_multiplier, float(batch))
+
+    @property
+    def kind(self) -> str:
+        return "model update"
+
+    @property
+    def event(self) -> DpEvent:
+        return SelfComposedDpEvent(sampled_gaussian(self.sample_rate, self.noise_multiplier), self.steps)
+
+    def describe(self) -> str:
+        return (
+            f"{self.steps} DP-SGD step{'s' * (self.steps > 1)}, sampling rate {self.sample_rate:.4g}, "
+            f"clip {self.clip_norm:g}, noise multiplier {self.noise_multiplier:.4f}"
+        )
+
+    def release(self, client: Client) -> tuple[Release, dict[str, float]]:
+        """Train from the input "model" at the input "learning_rate" and release the update.
+
+        The start is an input, so it came from the server and is a function of earlier releases. A start from
+        the client's own state could depend on a record, and then every gradient would: no bound would hold.
+
+        Returns:
+            The release of "update" (p,), and diagnostics that stay in the simulation.
+        """
+        start, records = client.inputs["model"], client.data.train
+        learning_rate, stream = client.inputs["learning_rate"], client.stream("training")
+        weights, std = start.clone(), noise_std(self.clip_norm, self.noise_multiplier)
+        drawn = clipped = not_finite = 0
+        for _ in range(self.steps):
+            batch = stream.coins(len(records.y), self.sample_rate)
+            gradient = clipped_sum(client.model, weights, records.x[batch], records.y[batch], self.clip_norm)
+            drawn += len(batch)
+            clipped += gradient.clipped
+            not_finite += gradient.not_finite
+            noisy = gradient.total
+            if std:
+                noisy += std * stream.normal(len(noisy))
+            weights -= (learning_rate / self.expected_batch) * noisy
+        diagnostics = {"clipped": clipped / max(drawn, 1), "not_finite": float(not_finite)}
+        return Release({"update": weights - start}, self, MINT), diagnostics
+
+
+@dataclass(frozen=True)
+class Part:
+    """One vector that is summed over a cohort. The shape is here because an empty cohort still sends noise."""
+
+    name: str
+    shape: tuple[int, ...]
+    bound: float  # largest Euclidean norm of one client's contribution
+    noise_multiplier: float  # z_i
+
+
+FRACTION_BITS = 40  # a contribution within its bound is a fixed-point number of at most this many bits
+
+
+@dataclass(frozen=True)
+class CohortSums:
+    """Sums of bounded shares over one sampled cohort, noised once: ONE cohort is ONE event.
+
+    Unit: one client with all its records. Neighbours (add/remove): two federations that differ in one client.
+    Every client takes part with probability `sample_rate`. A share's part i is clipped to `bound_i`, so adding
+    a client moves sum i by at most `bound_i`. Scaled by their bounds and noise multipliers all parts together
+    are one Gaussian sum with 1/z^2 = sum 1/z_i^2, of one Poisson draw. Shares are added as 64-bit fixed-point
+    numbers, truncated towards zero (which cannot lengthen them): exact, in any order.
+    """
+
+    parts: tuple[Part, ...]
+    sample_rate: float  # q
+    trust: Literal["server", "secure-sum"]
+
+    @property
+    def kind(self) -> str:
+        return "noisy sum over a cohort"
+
+    @property
+    def event(self) -> DpEvent:
+        if any(part.noise_multiplier <= 0 for part in self.parts):
+            return NonPrivateDpEvent()
+        return sampled_gaussian(self.sample_rate, sum(p.noise_multiplier**-2 for p in self.parts) ** -0.5)
+
+    def describe(self) -> str:
+        parts = ", ".join(
+            f"{p.name} (bound {p.bound:g}, noise multiplier {p.noise_multiplier:.4f})" for p in self.parts
+        )
+        return f"sum over clients sampled at rate {self.sample_rate:.4g}: {parts}"
+
+    def share(self, values: Mapping[str, Tensor]) -> tuple[Share, dict[str, float]]:
+        """Bound one client's contribution. A value that is not finite contributes zero."""
+        if values.keys() != {part.name for part in self.parts}:
+            raise TypeError(f"shares {sorted(values)} given, {sorted(p.name for p in self.parts)} planned")
+        bounded: dict[str, Tensor] = {}
+        diagnostics: dict[str, float] = {"clipped": 0.0, "not_finite": 0.0}
+        for part in self.parts:
+            value = values[part.name].to(torch.float64)
+            if tuple(value.shape) != part.shape:
+                raise TypeError(f"share {part.name!r} has shape {tuple(value.shape)}, planned {part.shape}")
+            norm = torch.linalg.vector_norm(value)
+            if not torch.isfinite(norm):
+                value, diagnostics["not_finite"] = torch.zeros_like(value), 1.0
+            elif norm > part.bound:
+                # a hair shorter, so that rounding never leaves it longer than the bound
+                value, diagnostics["clipped"] = value * (part.bound * (1 - 1e-12) / norm), 1.0
+            bounded[part.name] = value
+        return Share(bounded, self, MINT), diagnostics
+
+    def zero(self) -> dict[str, Tensor]:
+        """The sum of no shares at all."""
+        return {part.name: torch.zeros(part.shape, dtype=torch.int64) for part in self.parts}
+
+    def add(self, exact: dict[str, Tensor], share: Share) -> None:
+        """Add a share to the fixed-point sums in place, after checking its bound once more."""
+        for part in self.parts:
+            value = share.value[part.name]
+            if torch.linalg.vector_norm(value) > part.bound:
+                raise TypeError(f"a share of {part.name!r} is longer than its bound {part.bound}")
+            fixed = (value * self._scale(part)).trunc_()
+            if fixed.numel() and fixed.abs().max() > 2.0**FRACTION_BITS:
+                raise OverflowError(f"a share of {part.name!r} is too large for an exact sum")
+            exact[part.name] += fixed.to(torch.int64)
+
+    def finish(self, exact: Mapping[str, Tensor], stream: Stream) -> dict[str, Tensor]:
+        """Noise the exact sums: what the algorithm may see."""
+        noisy = {}
+        for part in self.parts:
+            total = (exact[part.name].to(torch.float64) / self._scale(part)).to(torch.float32)
+            std = noise_std(part.bound, part.noise_multiplier)
+            noisy[part.name] = total + std * stream.normal(part.shape) if std else total
+        return noisy
+
+    @staticmethod
+    def _scale(part: Part) -> float:
+        """A power of two that maps the bound to FRACTION_BITS bits: scaling by it is exact."""
+        largest = part.bound if math.isfinite(part.bound) else 256.0
+        return 2.0 ** (FRACTION_BITS - math.ceil(math.log2(largest)))

@@ -1,0 +1,138 @@
+"""The guarantee, in words and as JSON. It is derived from the plan and the ledger, never from intentions."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any, Literal
+
+from fairveil.privacy.accounting import Price
+from fairveil.privacy.mechanisms import Mechanism
+
+NOISE_SOURCE = (
+    "reproducible, derived from the run's seed: right for a simulation, but whoever knows the seed can remove the noise"
+)
+
+
+@dataclass(frozen=True)
+class ReleaseKind:
+    """One kind of release: how often one unit makes it, planned and posted, over all units."""
+
+    kind: str
+    what: str  # one application in words; the noisiest and the least noisy where units differ
+    planned_per_unit: tuple[int, int]  # fewest and most over units
+    posted_per_unit: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Everything a data officer has to know about what was guaranteed."""
+
+    unit: Literal["record", "client"]
+    units: int  # how many ledgers: clients, or 1 for the federation
+    adjacency: str
+    epsilon: float  # the plan's, the largest over units: what is guaranteed
+    epsilon_spent: float  # by what was posted, the largest over units
+    delta: float
+    accountant: str
+    accountant_version: str
+    trust: str
+    releases: tuple[ReleaseKind, ...]
+    public: Mapping[str, str]  # what was taken as public, and why
+    noise_source: str
+    complete: bool  # whether all rounds are done
+
+    def sentence(self) -> str:
+        """The guarantee in one paragraph."""
+        if math.isinf(self.epsilon):
+            return (
+                f"There is NO privacy guarantee (epsilon is infinite): something was sent without noise. "
+                f"Sent: {self._sent()}."
+            )
+        seen = "What a client sends" if self.unit == "record" else "What is published of the training"
+        whom = "one record of that client" if self.unit == "record" else "one client with all its records"
+        change = {"add-remove": "adding or removing", "replace": "replacing"}[self.adjacency]
+        return (
+            f"{seen} is ({rounded_up(self.epsilon)}, {self.delta:g})-differentially private for {change} {whom} "
+            f"({self.accountant.upper()} accountant, dp-accounting {self.accountant_version}). "
+            f"Trusted: {self.trust}. Sent: {self._sent()}. "
+            f"Taken as public: {'; '.join(f'{what} ({why})' for what, why in self.public.items())}. "
+            f"Noise: {self.noise_source}."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; an infinite epsilon is the string "infinity"."""
+        plain = asdict(self)
+        plain["epsilon"], plain["epsilon_spent"] = json_number(self.epsilon), json_number(self.epsilon_spent)
+        return plain | {"sentence": self.sentence()}
+
+    def _sent(self) -> str:
+        by = "by each client" if self.unit == "record" else "by the federation"
+        parts = []
+        for release in self.releases:
+            fewest, most = release.planned_per_unit
+            count = str(most) if fewest == most else f"{fewest} to {most}"
+            parts.append(f"{count} x {release.kind} {by}, each {release.what}")
+        return "; ".join(parts) or "nothing"
+
+
+def make_statement(
+    *,
+    unit: Literal["record", "client"],
+    price: Price,
+    spent: float,
+    planned: Sequence[Mapping[Mechanism, int]],
+    posted: Sequence[Mapping[Mechanism, int]],
+    trust: str,
+    public: Mapping[str, str],
+    complete: bool,
+) -> Statement:
+    """The statement of a run.
+
+    Args:
+        price: of the plan, the largest over units.
+        spent: epsilon of what was posted, the largest over units.
+        planned, posted: by unit, in the same order.
+    """
+    kinds = sorted({mechanism.kind for releases in planned for mechanism in releases})
+    return Statement(
+        unit=unit,
+        units=len(planned),
+        adjacency=price.adjacency,
+        epsilon=price.epsilon,
+        epsilon_spent=spent,
+        delta=price.delta,
+        accountant=price.accountant,
+        accountant_version=version("dp-accounting"),
+        trust=trust,
+        releases=tuple(_kind(kind, planned, posted) for kind in kinds),
+        public=dict(public),
+        noise_source=NOISE_SOURCE,
+        complete=complete,
+    )
+
+
+def _kind(
+    kind: str, planned: Sequence[Mapping[Mechanism, int]], posted: Sequence[Mapping[Mechanism, int]]
+) -> ReleaseKind:
+    def counts(by_unit: Sequence[Mapping[Mechanism, int]]) -> tuple[int, int]:
+        totals = [sum(n for m, n in releases.items() if m.kind == kind) for releases in by_unit]
+        return min(totals), max(totals)
+
+    texts = Counter(m.describe() for releases in planned for m in releases if m.kind == kind)
+    ordered = sorted(texts)
+    what = ordered[0] if len(ordered) == 1 else f"from ({ordered[0]}) to ({ordered[-1]})"
+    return ReleaseKind(kind, what, counts(planned), counts(posted))
+
+
+def rounded_up(epsilon: float) -> str:
+    """An epsilon for people, never below the proved one."""
+    return "infinity" if math.isinf(epsilon) else f"{math.ceil(epsilon * 1000) / 1000:g}"
+
+
+def json_number(value: float) -> float | str:
+    """JSON has no infinity; a word cannot be mistaken for a small number."""
+    return "infinity" if math.isinf(value) else value

@@ -1,0 +1,319 @@
+"""Composition: plan a run, run it, resume it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save
+
+from fairveil.config import RunConfig, load_config
+from fairveil.engine.local import LocalEngine
+from fairveil.errors import PrivacyError, RunFault, UserError
+from fairveil.metrics import Summary, summarise
+from fairveil.plan import Plan, make_plan, materials
+from fairveil.privacy.accounting import Accountant
+from fairveil.privacy.mechanisms import canonical
+from fairveil.privacy.statement import Statement, json_number
+from fairveil.session import Call, Job, Pick, Session
+from fairveil.store import Score, Store, disk_faults
+from fairveil.tasks import evaluate
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What can be shown after a round."""
+
+    round: int
+    rounds: int
+    epsilon: float  # planned
+    epsilon_spent: float  # an upper bound
+    summary: Summary | None  # of accuracy or error, if this round was evaluated
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run."""
+
+    folder: Path
+    algorithm: str
+    rounds: int
+    seconds: float
+    statement: Statement
+    metrics: Mapping[str, Summary]  # "loss", and "accuracy" or "rmse", over clients' test records
+
+    @property
+    def main(self) -> tuple[str, Summary]:
+        """The metric that people ask for first."""
+        name = "accuracy" if "accuracy" in self.metrics else "rmse"
+        return name, self.metrics[name]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": str(self.folder),
+            "algorithm": self.algorithm,
+            "rounds": self.rounds,
+            "seconds": round(self.seconds, 3),
+            "epsilon": json_number(self.statement.epsilon),
+            "epsilon_spent": json_number(self.statement.epsilon_spent),
+            "delta": self.statement.delta,
+            **{name: asdict(summary) for name, summary in self.metrics.items()},
+            "guarantee": self.statement.sentence(),
+        }
+
+
+class Interrupted(Exception):
+    """The user stopped the run. What was finished is safe."""
+
+    def __init__(self, folder: Path, finished: int, rounds: int) -> None:
+        super().__init__(
+            f"Stopped after round {finished} of {rounds}; everything up to there is saved. Go on with:\n"
+            f"  fairveil run {folder} --resume"
+        )
+
+
+Progress = Callable[[RoundReport], None]
+
+
+def start_run(config: RunConfig, *, runs: Path = Path("runs"), progress: Progress | None = None) -> RunResult:
+    """Plan and run a config in a new folder under `runs`.
+
+    Raises:
+        UserError, PrivacyError, RunFault, Interrupted: each with a message of its own; nothing finished is lost.
+    """
+    return run_plan(make_plan(config), runs=runs, progress=progress)
+
+
+def run_plan(plan: Plan, *, runs: Path = Path("runs"), progress: Progress | None = None) -> RunResult:
+    """Run what was planned, in a new folder under `runs`."""
+    with Store(_new_folder(runs, plan.config.name)) as store:
+        return _carry_out(plan, store, progress)
+
+
+def resume_run(path: Path, *, runs: Path = Path("runs"), progress: Progress | None = None) -> RunResult:
+    """Go on with an interrupted run: a run folder, or a config whose newest run is meant.
+
+    Nothing is calibrated anew and nothing is paid twice. A finished run gives its result again.
+    """
+    folder = path if path.is_dir() else _newest_run(load_config(path), runs)
+    if not (folder / "config.toml").exists():
+        raise UserError(
+            f"{folder} is not a run folder.",
+            "It has no config.toml, so nothing was planned there and nothing released.",
+            "fairveil list runs, then one of those",
+        )
+    config = load_config(folder / "config.toml")
+    with Store(folder) as store:
+        units = store.units()
+        plan = Plan(config, *materials(config), tuple(units)) if units else make_plan(config)
+        if units and store.meta("data") != plan.federation.fingerprint:
+            raise UserError(
+                f"the data of {folder} have changed since it was planned.",
+                "A resumed run must see the same records, or its ledger would describe other ones.",
+                "restore the data, or start a new run",
+            )
+        return _carry_out(plan, store, progress)
+
+
+def _carry_out(plan: Plan, store: Store, progress: Progress | None) -> RunResult:
+    """Promise, run, and state what was done; whatever stops it, say what is safe and how to go on."""
+    try:
+        with disk_faults(store.folder):
+            begin(plan, store)
+            drive(plan, store, progress)
+            return _finish(plan, store)
+    except KeyboardInterrupt:
+        checkpoint = store.latest()
+        raise Interrupted(store.folder, checkpoint.round if checkpoint else 0, plan.algorithm.rounds) from None
+    except RunFault as fault:
+        raise RunFault(
+            f"{fault}\n  What was finished is safe. Go on with:\n  fairveil run {store.folder} --resume"
+        ) from fault
+
+
+def begin(plan: Plan, store: Store) -> None:
+    """Write down what is promised. Each step is repeated harmlessly if a crash cut the last one off.
+
+    Raises:
+        PrivacyError: the folder holds another promise.
+    """
+    if not (store.folder / "config.toml").exists():
+        store.write("config.toml", plan.config.to_toml().encode())
+    if not store.units():
+        groups = [plan.federation.groups[g] for g in plan.federation.group]
+        store.save_units(plan.units, groups, _provenance(plan))
+    if not store.ledger.planned():
+        store.ledger.set_plan(plan.releases)
+    promised = {u: Counter({canonical(m): n for m, n in r.items()}) for u, r in plan.releases.items() if r}
+    if promised != store.ledger.planned():
+        raise PrivacyError(
+            f"{store.folder}: the releases that the algorithm declares are no longer those that were planned. "
+            "The code or the config has changed; start a new run."
+        )
+
+
+def drive(plan: Plan, store: Store, progress: Progress | None = None) -> None:
+    """The loop: rounds, evaluation, checkpoints."""
+    config, algorithm = plan.config, plan.algorithm
+    scores: list[Score] = []
+
+    def observe(client: int, task: str, diagnostics: Mapping[str, float]) -> None:
+        scores.extend(Score(session.round, client, "train", task, name, value) for name, value in diagnostics.items())
+
+    spec = config.model_spec(plan.federation)
+    with LocalEngine(
+        plan.federation, spec, seed=config.seed, workers=config.engine.workers, block=config.engine.block
+    ) as engine:
+        session = Session(
+            plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=config.seed,
+            observe=observe,
+        )  # fmt: skip
+        state, gauge, done = algorithm.start(session), _Gauge(plan, store), 0
+        checkpoint = store.latest()
+        if checkpoint is not None:
+            done, state = checkpoint.round, type(state)(**checkpoint.state)
+            session.personal = dict(checkpoint.personal)
+        for number in range(done + 1, algorithm.rounds + 1):
+            started = time.perf_counter()
+            session.begin(number)
+            state = algorithm.round(session, state)
+            _check_finite(state, number)
+            evaluated = number % config.metrics.every == 0 or number == algorithm.rounds
+            if evaluated:
+                scores += _evaluate(plan, session, engine, state)
+            store.finish_round(number, time.perf_counter() - started, scores, state, session.personal)
+            scores.clear()
+            if progress:
+                progress(gauge.report(number, _summaries(plan, store)[1] if evaluated else None))
+        _save_models(plan, store, state)
+
+
+def _evaluate(plan: Plan, session: Session, engine: LocalEngine, state: object) -> list[Score]:
+    """Score the served models on the clients' test records. The numbers go to the metrics table only."""
+    served = plan.algorithm.serve(plan.facts, state)
+    calls = [
+        Call(
+            client,
+            {"model": served[client]} if isinstance(served, Pick) else {},
+            personal=session.personal.get(client, {}),
+        )
+        for client in plan.facts.clients.tolist()
+    ]
+    scores = []
+    for client, reply in engine.run(Job(evaluate, f"round {session.round}, evaluation", {}, calls)):
+        cluster = int(served.index[client]) if isinstance(served, Pick) else None
+        values = dict(reply.diagnostics)
+        n = int(values.pop("n"))
+        scores += [
+            Score(session.round, client, "test", "served", metric, value, cluster, n)
+            for metric, value in values.items()
+        ]
+    return scores
+
+
+def _finish(plan: Plan, store: Store) -> RunResult:
+    """The statement and the result of a run whose rounds are all done."""
+    posted, spent = plan.spent(store.ledger, plan.config.privacy.accountant)
+    statement = plan.statement(posted, spent, complete=True)
+    store.write("statement.json", json.dumps(statement.to_json(), indent=2).encode())
+    metrics, _ = _summaries(plan, store)
+    name = plan.config.algorithm.name
+    result = RunResult(store.folder, name, plan.algorithm.rounds, store.seconds(), statement, metrics)
+    store.write("result.json", json.dumps(result.to_json(), indent=2).encode())
+    return result
+
+
+def _summaries(plan: Plan, store: Store) -> tuple[dict[str, Summary], Summary]:
+    """All metrics of the last evaluated round, and the main one."""
+    main = "accuracy" if plan.facts.classes else "rmse"
+    found = {}
+    for metric in (main, "loss"):
+        _, by_client = store.scores(metric)
+        values = np.array([by_client[client][0] for client in plan.facts.clients.tolist()])
+        found[metric] = summarise(
+            values, plan.facts.group, plan.federation.groups, higher_is_better=metric == "accuracy"
+        )
+    return found, found[main]
+
+
+class _Gauge:
+    """How much has been spent, priced rarely: pricing is no part of a round.
+
+    RDP is cheap and an upper bound, and so is the plan's price, since what was posted is part of the plan.
+    """
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self.plan, self.store = plan, store
+        sizes = len({unit.size for unit in plan.units})
+        self.every = max(1, plan.algorithm.rounds * sizes // 20)
+        self.spent = 0.0
+
+    def report(self, number: int, summary: Summary | None) -> RoundReport:
+        rounds, planned = self.plan.algorithm.rounds, self.plan.price.epsilon
+        if number % self.every == 0 or number == rounds:
+            cheap: Accountant = "rdp" if self.plan.config.privacy.adjacency == "add-remove" else "pld"
+            self.spent = min(self.plan.spent(self.store.ledger, cheap)[1], planned)
+        return RoundReport(number, rounds, planned, self.spent, summary)
+
+
+def _check_finite(state: Any, number: int) -> None:
+    for name, value in vars(state).items():
+        if isinstance(value, torch.Tensor) and not torch.isfinite(value).all():
+            raise UserError(
+                f"round {number}: {name} is no longer finite.",
+                "The training has diverged; the rounds before this one are saved.",
+                "a smaller algorithm.learning_rate",
+            )
+
+
+def _save_models(plan: Plan, store: Store, state: object) -> None:
+    """The served models under the module's own parameter names, one prefix for each row."""
+    served = plan.algorithm.serve(plan.facts, state)
+    if not isinstance(served, Pick):
+        return
+    tensors = {
+        f"{row}/{name}": value.contiguous()
+        for row, weights in enumerate(served.rows)
+        for name, value in plan.model.unflatten(weights.clone()).items()
+    }
+    metadata = {"index": json.dumps(np.asarray(served.index).tolist()), "model": plan.config.model.name}
+    store.write("models/served.safetensors", save(tensors, metadata))
+
+
+def _provenance(plan: Plan) -> dict[str, str]:
+    packages = ("fairveil", "torch", "numpy", "dp-accounting")
+    return {"data": plan.federation.fingerprint, "config": plan.config.digest()} | {p: version(p) for p in packages}
+
+
+def _new_folder(runs: Path, name: str) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for number in range(1000):
+        folder = runs / (f"{name}-{stamp}" + (f"-{number}" if number else ""))
+        with disk_faults(runs):
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return folder
+    raise RunFault(f"{runs} has a thousand runs of this second")
+
+
+def _newest_run(config: RunConfig, runs: Path) -> Path:
+    wanted = config.resolved()
+    found = sorted(runs.glob(f"{config.name}-*/config.toml"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for path in found:
+        if load_config(path).resolved() == wanted:
+            return path.parent
+    raise UserError(
+        f"there is no run of this config under {runs}.",
+        "A run is resumed from its folder, or from the very config it was started with.",
+        "fairveil run CONFIG, without --resume, to start one",
+    )

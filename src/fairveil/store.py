@@ -1,0 +1,292 @@
+"""The run folder: config, ledger, metrics, checkpoints, models, statement.
+
+Whatever is written here is either whole or absent after a crash: the database commits transactions to disk,
+files are written beside and renamed. One process at a time holds a folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from fairveil.errors import RunFault, UserError
+from fairveil.privacy.ledger import Ledger
+
+FORMAT = 1  # of the run folder
+NOT_ALLOWED = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR)
+DISK_FAULTS = (*NOT_ALLOWED, errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS unit (
+    unit INTEGER PRIMARY KEY, size INTEGER, noise_multiplier REAL NOT NULL, epsilon REAL NOT NULL,
+    accountant TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS client (client INTEGER PRIMARY KEY, "group" TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS word (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS score (
+    round INTEGER NOT NULL, client INTEGER NOT NULL, split INTEGER NOT NULL, model INTEGER NOT NULL,
+    metric INTEGER NOT NULL, cluster INTEGER, value REAL NOT NULL, n INTEGER,
+    PRIMARY KEY (round, client, split, model, metric)) WITHOUT ROWID;
+CREATE VIEW IF NOT EXISTS metrics AS
+    SELECT score.round, score.client, client."group", score.cluster, s.text AS split, m.text AS model,
+           k.text AS metric, score.value, score.n
+    FROM score JOIN client USING (client)
+    JOIN word AS s ON s.id = score.split JOIN word AS m ON m.id = score.model JOIN word AS k ON k.id = score.metric;
+CREATE TABLE IF NOT EXISTS round (round INTEGER PRIMARY KEY, seconds REAL NOT NULL);
+"""
+
+
+@dataclass(frozen=True)
+class Score:
+    """One row of the metrics table.
+
+    Attributes:
+        split: which records it was measured on ("test", "train").
+        model: which model ("served"), or which task made it.
+        cluster: which row of the served models, if there are several.
+        n: the number of records behind the value.
+    """
+
+    round: int
+    client: int
+    split: str
+    model: str
+    metric: str
+    value: float
+    cluster: int | None = None
+    n: int | None = None
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What was solved for one protected unit when the run was planned."""
+
+    unit: int
+    size: int | None
+    noise_multiplier: float
+    epsilon: float
+    accountant: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A finished round."""
+
+    round: int
+    state: Mapping[str, Any]
+    personal: dict[int, Mapping[str, Tensor]]
+
+
+class Store:
+    """An open run folder, held by this process alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with disk_faults(folder):
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / "lock").open("w")
+            self._hold()
+            self.database = sqlite3.connect(folder / "run.sqlite")
+            self.database.execute("PRAGMA journal_mode = WAL")
+            self.database.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
+            self.database.executescript(SCHEMA)
+            self.ledger = Ledger(self.database)
+        self._words: dict[str, int] = dict(self.database.execute("SELECT text, id FROM word"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.database.close()
+        self._lock.close()
+
+    # ---- the plan ----------------------------------------------------------------------------------
+
+    def save_units(self, units: Sequence[UnitPlan], groups: Sequence[str], meta: Mapping[str, str]) -> None:
+        """Write what was solved for every unit, each client's group, and what the plan was made from."""
+        with self.database:
+            self.database.executemany(
+                "INSERT INTO unit VALUES (:unit, :size, :noise_multiplier, :epsilon, :accountant)",
+                [asdict(unit) for unit in units],
+            )
+            self.database.executemany("INSERT INTO client VALUES (?, ?)", enumerate(groups))
+            self.database.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+
+    def meta(self, key: str) -> str | None:
+        """One of the facts that the plan was made from."""
+        row = self.database.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return row[0] if row else None
+
+    def units(self) -> list[UnitPlan]:
+        """What was solved when the run was planned; empty for a folder whose planning was cut short."""
+        return [UnitPlan(*row) for row in self.database.execute("SELECT * FROM unit ORDER BY unit")]
+
+    # ---- rounds ------------------------------------------------------------------------------------
+
+    def finish_round(
+        self, number: int, seconds: float, scores: Sequence[Score], state: object,
+        personal: Mapping[int, Mapping[str, Tensor]],
+    ) -> None:  # fmt: skip
+        """Save a finished round: its metrics, then the checkpoint from which the next one starts.
+
+        A crash between the two leaves metrics of a round that will be run again: it writes the same rows.
+        """
+        with disk_faults(self.folder):
+            with self.database:
+                self.database.execute("INSERT OR REPLACE INTO round VALUES (?, ?)", (number, seconds))
+                self.database.executemany(
+                    "INSERT OR REPLACE INTO score VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    [
+                        (s.round, s.client, self._word(s.split), self._word(s.model), self._word(s.metric),
+                         s.cluster, s.value, s.n)
+                        for s in scores
+                    ],
+                )  # fmt: skip
+            self.checkpoint(number, state, personal)
+
+    def checkpoint(self, number: int, state: object, personal: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Write a checkpoint; the one before it stays, older ones go."""
+        tensors, plain = _take_apart(state)
+        for client, kept in personal.items():
+            tensors |= {f"personal/{client}/{name}": value for name, value in kept.items()}
+        metadata = {"format": str(FORMAT), "round": str(number), "plain": json.dumps(plain)}
+        data = save({name: value.contiguous() for name, value in tensors.items()}, metadata)
+        self.write(f"checkpoints/round-{number:06d}.safetensors", data)
+        for old in sorted((self.folder / "checkpoints").glob("round-*.safetensors"))[:-2]:
+            old.unlink()
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint that can be read, or None before the first round is done."""
+        for path in sorted((self.folder / "checkpoints").glob("round-*.safetensors"), reverse=True):
+            try:
+                return _read_checkpoint(path)
+            except Exception:  # damaged by the disk itself: the one before it gives the same run
+                continue
+        return None
+
+    # ---- reading and writing -----------------------------------------------------------------------
+
+    def scores(self, metric: str, model: str = "served") -> tuple[int, dict[int, tuple[float, int | None]]]:
+        """The last evaluated round and, by client, the value and n of a metric in it."""
+        rows = self.database.execute(
+            "SELECT round, client, value, n FROM metrics WHERE metric = ? AND model = ? AND round = "
+            "(SELECT MAX(round) FROM metrics WHERE metric = ? AND model = ?)",
+            (metric, model, metric, model),
+        ).fetchall()
+        return (rows[0][0] if rows else 0), {client: (value, n) for _, client, value, n in rows}
+
+    def seconds(self) -> float:
+        """Time spent in finished rounds, over all interruptions."""
+        return float(self.database.execute("SELECT COALESCE(SUM(seconds), 0) FROM round").fetchone()[0])
+
+    def write(self, name: str, data: bytes) -> Path:
+        """Write a file of the folder: whole or not at all, and on disk when this returns."""
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        beside = path.with_name(f".{path.name}.part")
+        with disk_faults(self.folder):
+            try:
+                with beside.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError:
+                beside.unlink(missing_ok=True)
+                raise
+            beside.rename(path)
+            directory = os.open(path.parent, os.O_RDONLY)
+            os.fsync(directory)  # the rename itself
+            os.close(directory)
+        return path
+
+    def _word(self, text: str) -> int:
+        if text not in self._words:
+            number = self.database.execute("INSERT INTO word (text) VALUES (?)", (text,)).lastrowid
+            assert number is not None
+            self._words[text] = number
+        return self._words[text]
+
+    def _hold(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{self.folder} is in use.",
+                "Another process is running this run; two at once would spend its budget twice.",
+                "wait for it, or stop it first",
+            ) from None
+
+
+@contextmanager
+def disk_faults(folder: Path) -> Iterator[None]:
+    """Turn what a disk can do to us into an error that is not a traceback."""
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        code = getattr(error, "errno", None)
+        if isinstance(error, OSError) and code not in DISK_FAULTS:
+            raise
+        if code in NOT_ALLOWED or "readonly" in str(error):
+            raise UserError(
+                f"{folder} cannot be written.",
+                f"A run keeps its ledger and checkpoints there ({error}). Nothing was released.",
+                "--runs FOLDER, a folder you may write to",
+            ) from error
+        raise RunFault(f"{folder} could not be written: {error}.") from error
+
+
+def _take_apart(state: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the plain values of a state dataclass. Floats are kept exactly, in hexadecimal."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for item in fields(state):  # type: ignore[arg-type]
+        value = getattr(state, item.name)
+        if isinstance(value, Tensor):
+            tensors[f"state/{item.name}"] = value
+        elif isinstance(value, np.ndarray):
+            tensors[f"array/{item.name}"] = torch.from_numpy(value)
+        elif isinstance(value, float):
+            plain[item.name] = {"float": value.hex()}
+        elif value is None or isinstance(value, int | str | bool):
+            plain[item.name] = value
+        else:
+            raise TypeError(
+                f"{type(state).__name__}.{item.name} is a {type(value).__name__}: a state holds tensors, "
+                "arrays, numbers, strings and None, so that it can be saved and resumed exactly"
+            )
+    return tensors, plain
+
+
+def _read_checkpoint(path: Path) -> Checkpoint:
+    state: dict[str, Any] = {}
+    personal: dict[int, dict[str, Tensor]] = {}
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        for key in file.keys():  # noqa: SIM118 (it is not a dictionary)
+            kind, _, name = key.partition("/")
+            if kind == "personal":
+                client, _, name = name.partition("/")
+                personal.setdefault(int(client), {})[name] = file.get_tensor(key)
+            else:
+                value = file.get_tensor(key)
+                state[name] = value.numpy() if kind == "array" else value
+    for name, value in json.loads(metadata["plain"]).items():
+        state[name] = float.fromhex(value["float"]) if isinstance(value, dict) else value
+    return Checkpoint(int(metadata["round"]), state, dict(personal))

@@ -1,0 +1,120 @@
+"""Declared sizes, fingerprints, and the checks of the columns."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fairveil.data.federation import ClientData, Federation, Records, fingerprint, nominal_sizes
+
+
+class TwoRecords:
+    def load(self, client: int) -> ClientData:
+        records = Records(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
+        return ClientData(records, records)
+
+
+def federation(**changed: Any) -> Federation:
+    fields: dict[str, Any] = {
+        "name": "two",
+        "size": np.array([2, 2]),
+        "group": np.array([0, 1]),
+        "groups": ("a", "b"),
+        "features": (3,),
+        "classes": 2,
+        "source": TwoRecords(),
+        "fingerprint": "",
+    }
+    return Federation(**(fields | changed))
+
+
+def test_public_sizes_are_exact_and_a_copy() -> None:
+    size = np.array([7, 2285, 10_000])
+    declared = nominal_sizes(size, "public")
+    assert declared.tolist() == [7, 2285, 10_000]
+    declared[0] = 1
+    assert size[0] == 7
+
+
+def test_rounded_sizes_by_hand() -> None:
+    # 10^(25/24) = 11.007, 10^(28/24) = 14.678, 10^(29/24) = 16.156: 15 lies between 14 and 16.
+    # 10^(80/24) = 2154.43, 10^(81/24) = 2371.37; whole decades are on the grid; 10^(71/24) = 908.5.
+    size = np.array([11, 14, 15, 16, 2285, 1000, 999, 100, 10_000])
+    assert nominal_sizes(size, "rounded").tolist() == [11, 14, 14, 16, 2154, 1000, 908, 100, 10_000]
+
+
+def test_rounded_sizes_never_exceed_the_true_ones_and_are_few() -> None:
+    size = np.arange(1, 20_001)
+    declared = nominal_sizes(size, "rounded")
+    assert (declared <= size).all()
+    assert (declared > 0.9 * size - 1).all()  # 10^(-1/24) = 0.9085, and the floor takes less than one
+    assert (np.diff(declared) >= 0).all()
+    assert (declared[:14] == size[:14]).all()
+    assert len(np.unique(declared)) <= 24 * np.log10(20_000) + 1
+    assert (nominal_sizes(declared, "rounded") == declared).all()
+    # The grid does not depend on who else is in the federation.
+    assert (nominal_sizes(size[:500], "rounded") == declared[:500]).all()
+
+
+def test_sizes_that_cannot_be_declared() -> None:
+    assert nominal_sizes(np.array([], dtype=int), "rounded").size == 0
+    with pytest.raises(ValueError, match="size 0"):
+        nominal_sizes(np.array([3, 0]), "rounded")
+    with pytest.raises(ValueError, match="hidden"):
+        nominal_sizes(np.array([3]), "hidden")  # type: ignore[arg-type]
+
+
+def test_fingerprint_separates_type_shape_and_order() -> None:
+    zeros = np.zeros((2, 3), np.float32)
+    different = [
+        fingerprint(zeros),
+        fingerprint(zeros.reshape(3, 2)),
+        fingerprint(zeros.astype(np.float64)),
+        fingerprint(zeros.view(np.int32)),
+        fingerprint("ab", "c"),
+        fingerprint("a", "bc"),
+        fingerprint(1),
+        fingerprint(1.0),
+        fingerprint("1"),
+    ]
+    assert len(set(different)) == len(different)
+    assert fingerprint(torch.zeros(2, 3)) == fingerprint(zeros)
+    assert fingerprint(zeros.T) == fingerprint(np.zeros((3, 2), np.float32))  # not by layout in memory
+    assert fingerprint("ab") == hashlib.sha256(b"str 2 ab\n").hexdigest()
+
+
+def test_columns_are_checked() -> None:
+    assert federation().clients == 2
+    assert federation(size=np.array([2, 2], dtype=np.int32)).size.dtype == np.int64
+    for changed, message in [
+        ({"size": np.array([2, 0])}, "size of client 1 is 0"),
+        ({"size": np.array([2.0, 2.0])}, "one integer"),
+        ({"size": np.array([], dtype=int), "group": np.array([], dtype=int)}, "one integer"),
+        ({"size": np.array([2, 2, 2])}, "3 sizes"),
+        ({"group": np.array([0, 2])}, "group 2 has no name"),
+        ({"classes": 1}, "at least 2"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            federation(**changed)
+
+
+def test_loading_is_checked() -> None:
+    assert len(federation().load(1).train) == 2
+    for client in (-1, 2):
+        with pytest.raises(IndexError):
+            federation().load(client)
+    with pytest.raises(ValueError, match="client 1 loads 2 records, not 3"):
+        federation(size=np.array([2, 3])).load(1)
+
+
+def test_records_are_checked() -> None:
+    with pytest.raises(ValueError, match="shape"):
+        Records(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="float32"):
+        Records(torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
+    taken = Records(torch.arange(3.0)[:, None], torch.arange(3)).take(np.array([2, 0]))
+    assert taken.x.tolist() == [[2.0], [0.0]] and taken.y.tolist() == [2, 0]

@@ -1,0 +1,233 @@
+"""Splits give every row to exactly one client, under the right shift, or say why they cannot."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from fairveil.data.federation import ClientData, Federation, Pool, Records
+from fairveil.data.partition import AnySplit, Iid, LabelFlip, Natural, Rotate, Shares, held_out, parse_split
+from fairveil.errors import UserError
+
+ROWS = 23
+
+
+def pool(rows: int = ROWS, features: tuple[int, ...] = (1, 2, 2), classes: int = 3) -> Pool:
+    """Rows that carry their number in every feature, and the position as decimals, so that turns show."""
+    number = torch.arange(float(rows)).reshape(-1, *[1] * len(features))
+    position = torch.arange(float(np.prod(features))).reshape(features) / 100
+    x = number + position
+    y = torch.arange(rows) % classes if classes else torch.arange(float(rows))
+    test = Records(-x[:5] - 1, y[:5])
+    return Pool("numbered", Records(x, y), test, classes)
+
+
+def held_rows(federation: Federation) -> list[list[int]]:
+    """The row numbers of each client; the whole part of any pixel is the row's number."""
+    loaded = (federation.load(client).train.x for client in range(federation.clients))
+    return [x.flatten(1)[:, 0].floor().int().tolist() for x in loaded]
+
+
+def equal(a: ClientData, b: ClientData) -> bool:
+    pairs = [(a.train.x, b.train.x), (a.train.y, b.train.y), (a.test.x, b.test.x), (a.test.y, b.test.y)]
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        Iid(clients=4),
+        Iid(clients=1),
+        Iid(clients=ROWS),
+        Rotate(degrees=(0, 90, 180), clients=(2, 4, 4)),
+        LabelFlip(offsets=(0, 1), clients=(1, 6)),
+    ],
+    ids=str,
+)
+def test_shares_are_disjoint_equal_and_cover_the_pool(split: Any) -> None:
+    federation = split.apply(pool(), seed=0)
+    rows = held_rows(federation)
+    assert sorted(row for client in rows for row in client) == list(range(ROWS))
+    assert [len(client) for client in rows] == federation.size.tolist()
+    assert federation.size.max() - federation.size.min() <= 1
+    assert federation.name == "numbered" and federation.features == (1, 2, 2) and federation.classes == 3
+
+
+def test_iid_is_one_group() -> None:
+    federation = Iid(clients=4).apply(pool(), seed=0)
+    assert federation.groups == ("all",) and federation.group.tolist() == [0, 0, 0, 0]
+    assert federation.size.tolist() == [6, 6, 6, 5]  # 23 = 6 + 6 + 6 + 5
+
+
+def test_rotation_turns_train_and_test_of_its_group_only() -> None:
+    data = pool()
+    federation = Rotate(degrees=(0, 90, -90.5), clients=(1, 2, 1)).apply(data, seed=3)
+    assert federation.groups == ("0°", "90°", "-90.5°")
+    assert federation.group.tolist() == [0, 1, 1, 2]
+    plain, turned = federation.load(0), federation.load(1)
+    rows = plain.train.x[:, 0, 0, 0].floor()
+    assert torch.equal(plain.train.x, data.train.x[rows.long()])
+    assert torch.equal(plain.train.y, data.train.y[rows.long()])
+    rows = turned.train.x[:, 0, 0, 0].floor().long()
+    assert torch.equal(turned.train.x, data.train.x[rows].rot90(1, (2, 3)))
+    assert torch.equal(turned.train.y, data.train.y[rows])
+    assert torch.equal(plain.test.x, data.test.x)
+    assert torch.equal(turned.test.x, data.test.x.rot90(1, (2, 3)))
+    assert torch.equal(turned.test.y, data.test.y)
+
+
+def test_clients_of_a_group_share_one_test_set() -> None:
+    federation = Rotate(degrees=(0, 90), clients=(1, 2)).apply(pool(), seed=0)
+    assert federation.load(1).test is federation.load(2).test
+    assert federation.load(0).test is not federation.load(1).test
+
+
+def test_label_flip_moves_the_labels_of_train_and_test() -> None:
+    data = pool()
+    federation = LabelFlip(offsets=(0, 1, -1), clients=(1, 1, 1)).apply(data, seed=0)
+    assert federation.groups == ("labels +0", "labels +1", "labels -1")
+    for client, offset in enumerate((0, 1, 2)):
+        loaded = federation.load(client)
+        rows = loaded.train.x[:, 0, 0, 0].floor().long()
+        assert torch.equal(loaded.train.y, (rows % 3 + offset) % 3)
+        assert torch.equal(loaded.test.y, (data.test.y + offset) % 3)
+        assert torch.equal(loaded.test.x, data.test.x)
+
+
+def test_seeds_and_fingerprints() -> None:
+    first, same, other = (Iid(clients=4).apply(pool(), seed) for seed in (1, 1, 2))
+    assert held_rows(first) == held_rows(same) != held_rows(other)
+    assert first.fingerprint == same.fingerprint != other.fingerprint
+    assert len(first.fingerprint) == 64
+    # Data, shares and shifts each change it, and nothing else does.
+    splits = [
+        Iid(clients=4),
+        Iid(clients=5),
+        Rotate(degrees=(0, 90), clients=(2, 2)),
+        Rotate(degrees=(0, 180), clients=(2, 2)),
+        Rotate(degrees=(0, 90), clients=(1, 3)),
+        LabelFlip(offsets=(0, 1), clients=(2, 2)),
+    ]
+    marks = {split.apply(pool(), seed=1).fingerprint for split in splits}
+    marks.add(Iid(clients=4).apply(pool(classes=4), seed=1).fingerprint)
+    assert len(marks) == 7
+    floats = Rotate(degrees=(0.0, 90.0), clients=(2, 2)).apply(pool(), seed=1)
+    assert floats.fingerprint == splits[2].apply(pool(), seed=1).fingerprint
+
+
+def test_pickling_keeps_everything_but_the_shifted_copies() -> None:
+    federation = Rotate(degrees=(0, 90), clients=(2, 2)).apply(pool(), seed=0)
+    before = len(pickle.dumps(federation))
+    loaded = [federation.load(client) for client in range(4)]
+    again = pickle.loads(pickle.dumps(federation))
+    assert len(pickle.dumps(federation)) <= before + 16
+    assert again.fingerprint == federation.fingerprint and again.groups == federation.groups
+    assert (again.size == federation.size).all() and (again.group == federation.group).all()
+    assert all(equal(again.load(client), loaded[client]) for client in range(4))
+
+
+def test_shares_end_to_end() -> None:
+    shares = Shares.of([np.array([4, 1]), np.array([], dtype=int), np.array([0])])
+    assert shares.size.tolist() == [2, 0, 1]
+    assert [shares[client].tolist() for client in range(3)] == [[4, 1], [], [0]]
+
+
+def test_held_out_keeps_one_on_each_side() -> None:
+    held = np.array([2, 3, 10, 104, 50])
+    assert held_out(held, 0.2).tolist() == [1, 1, 2, 21, 10]  # 0.4 and 0.6 -> 1; 20.8 -> 21
+    assert held_out(held, 0.99).tolist() == [1, 2, 9, 103, 49]
+
+
+def fails(split: Any, data: Pool | Federation) -> UserError:
+    with pytest.raises(UserError) as error:
+        parse_split(split).apply(data, 0)
+    return error.value
+
+
+def test_what_does_not_fit_the_pool() -> None:
+    error = fails({"kind": "iid", "clients": 24}, pool())
+    assert error.what == "data.split.clients = 24 asks for 24 clients."
+    assert "23 training records" in error.why and error.fix == "data.split.clients = 23"
+
+    error = fails({"kind": "rotate", "degrees": [0, 90], "clients": [20, 4]}, pool())
+    assert error.what == "data.split.clients = [20, 4] asks for 24 clients." and "add up to 23" in error.fix
+
+    error = fails({"kind": "rotate", "degrees": [0, 90], "clients": [1, 1]}, pool(features=(7,)))
+    assert 'data.split.kind = "rotate" does not fit records of shape (7,)' in error.what
+
+    error = fails({"kind": "rotate", "degrees": [0, 90], "clients": [1, 1]}, pool(features=(1, 2, 3)))
+    assert "data.split.degrees holds 90, but the images are 2 by 3." in error.what
+
+    error = fails({"kind": "label-flip", "offsets": [0, 3], "clients": [1, 1]}, pool())
+    assert error.what == "data.split.offsets = [0, 3] names one shift twice (modulo 3 classes)."
+
+    error = fails({"kind": "label-flip", "offsets": [0, 1], "clients": [1, 1]}, pool(classes=0))
+    assert 'data.split.kind = "label-flip" does not fit numbered.' in error.what
+    assert "regression" in error.why
+
+    error = fails({"kind": "natural"}, pool())
+    assert error.what == 'data.split.kind = "natural" does not fit numbered.' and '"iid"' in error.fix
+
+
+def test_what_has_an_owner_is_not_cut_again() -> None:
+    owned = Iid(clients=3).apply(pool(), seed=0)
+    assert Natural().apply(owned, seed=0) is owned
+    error = fails({"kind": "iid", "clients": 2}, owned)
+    assert error.what == 'data.split.kind = "iid" does not fit numbered.' and '"natural"' in error.fix
+
+
+@pytest.mark.parametrize(
+    ("split", "what", "fix"),
+    [
+        ({"kind": "rotat"}, 'data.split.kind = "rotat" is not known.', 'data.split.kind = "rotate"'),
+        ({"kind": ["iid"]}, 'data.split.kind = ["iid"] is not known.', 'data.split.kind = "iid"'),
+        ({"clients": 3}, "data.split.kind is missing.", 'data.split.kind = "iid"'),
+        ("iid", 'data.split = "iid" is not a table.', 'data.split = { kind = "iid", clients = 10 }'),
+        ({"kind": "iid", "clients": 0}, "data.split.clients = 0 is not valid.", "data.split.clients = 10"),
+        (
+            {"kind": "iid", "client": 5},
+            "data.split.client = 5 is not an option here.",
+            "data.split.clients = 5",
+        ),
+        (
+            {"kind": "rotate", "degrees": [0, 90, 180], "clients": [2, 4]},
+            "data.split.clients = [2, 4] has 2 numbers, but degrees has 3.",
+            "data.split.clients = [2, 4, 4]",
+        ),
+        (
+            {"kind": "label-flip", "offsets": [0], "clients": [2, 4]},
+            "data.split.clients = [2, 4] has 2 numbers, but offsets has 1.",
+            "data.split.clients = [2]",
+        ),
+        (
+            {"kind": "rotate", "degrees": [0, -90, 270], "clients": [2, 4, 4]},
+            "data.split.degrees = [0, -90, 270] names one shift twice (modulo 360 degrees).",
+            "data.split.degrees = [0, -90], with the clients of equal ones added up",
+        ),
+        (
+            {"kind": "rotate", "degrees": [0, float("nan")], "clients": [2, 4]},
+            "data.split.degrees[1]",
+            "data.split.degrees = [0, 90, 180, 270]",
+        ),
+    ],
+)
+def test_what_is_wrong_in_itself(split: Any, what: str, fix: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_split(split)
+    assert error.value.what.startswith(what)
+    assert error.value.fix == fix
+
+
+def test_a_config_can_hold_any_split() -> None:
+    adapter = TypeAdapter(AnySplit)
+    assert adapter.validate_python({"kind": "iid", "clients": 3}) == Iid(clients=3)
+    assert isinstance(adapter.validate_python({"kind": "rotate"}), Rotate)
+    with pytest.raises(UserError):  # raised as it is, not wrapped by pydantic
+        adapter.validate_python({"kind": "rotate", "degrees": [0], "clients": [1, 2]})
+    split = Iid(clients=3)
+    assert parse_split(split) is split

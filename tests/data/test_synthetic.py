@@ -1,0 +1,167 @@
+"""Generated federations obey the laws they are said to be drawn from."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fairveil.data.datasets import build_federation
+from fairveil.data.federation import Federation
+from fairveil.data.synthetic import GaussianClusters, Synthetic
+
+NAMES = ["gaussian-clusters", "linear-clusters", "synthetic"]
+
+
+def build(name: str, seed: int = 0, **options: Any) -> Federation:
+    return build_federation(name, options, None, seed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_at_each_call_in_any_order_and_after_pickling(name: str) -> None:
+    federation, again = build(name), pickle.loads(pickle.dumps(build(name)))
+    assert federation.fingerprint == again.fingerprint
+    assert (federation.size == again.size).all()
+    for client in (5, 0, np.int64(5)):  # a numpy integer is the same client
+        for part in ("train", "test"):
+            left, right = getattr(federation.load(client), part), getattr(again.load(int(client)), part)
+            assert torch.equal(left.x, right.x) and torch.equal(left.y, right.y)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_seeds_clients_and_options_differ(name: str) -> None:
+    federation, other = build(name, seed=0), build(name, seed=1)
+    first = federation.load(0).train.x
+    assert not torch.equal(first[:10], other.load(0).train.x[:10])
+    assert not torch.equal(first[:10], federation.load(1).train.x[:10])
+    data = federation.load(0)
+    assert not torch.equal(data.train.x[:5], data.test.x[:5])
+    smaller = build(name, clients=[2, 3] if name != "synthetic" else 5)
+    assert smaller.clients == 5
+    assert len({federation.fingerprint, other.fingerprint, smaller.fingerprint}) == 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loaded_records_do_not_drag_the_others_along(name: str) -> None:
+    train = build(name).load(0).train
+    assert train.x.untyped_storage().nbytes() == train.x.nelement() * 4
+
+
+def test_many_clients_cost_only_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("something was drawn")
+
+    monkeypatch.setattr(Synthetic, "draw", refuse)
+    start = time.perf_counter()
+    federation = build("synthetic", clients=5_000)
+    assert time.perf_counter() - start < 0.5
+    assert federation.clients == 5_000
+    assert len(pickle.dumps(federation)) < 5_000 * 8 * 6  # a handful of columns
+
+
+def test_gaussian_clusters_shape() -> None:
+    federation = build("gaussian-clusters")
+    assert federation.clients == 21 and federation.features == (10,) and federation.classes == 4
+    assert np.bincount(federation.group).tolist() == [3, 6, 6, 6]
+    assert federation.groups == ("cluster 0", "cluster 1", "cluster 2", "cluster 3")
+    data = federation.load(20)
+    assert data.train.x.shape == (200, 10) and data.test.x.shape == (100, 10)
+    assert data.train.y.dtype == torch.int64 and set(data.train.y.tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.statistical
+def test_gaussian_clusters_law() -> None:
+    options = GaussianClusters(clients=(1, 1), records=20_000, features=5, separation=4.0, noise=0.5)
+    federation, means = options.load(0), options.means(0)
+    assert np.allclose(np.linalg.norm(means, axis=-1), 4)
+    for client in (0, 1):
+        train = federation.load(client).train
+        x, y = train.x.numpy(), train.y.numpy()
+        for label in range(4):
+            own = x[y == label]
+            assert abs(len(own) - 5_000) < 5 * np.sqrt(20_000 * 0.25 * 0.75)
+            # 40 means and 40 variances at five standard errors: false alarm below 1e-4.
+            assert np.abs(own.mean(0) - means[client, label]).max() < 5 * 0.5 / np.sqrt(len(own))
+            assert np.abs(own.var(0) - 0.25).max() < 5 * 0.25 * np.sqrt(2 / len(own))
+    assert np.abs(means[0] - means[1]).max() > 0.5  # each cluster has its own
+
+
+@pytest.mark.statistical
+def test_least_squares_finds_theta_in_each_linear_cluster() -> None:
+    federation = build("linear-clusters", clients=[40, 60])
+    assert federation.classes == 0 and federation.features == (2,)
+    assert federation.size.tolist() == [10] * 100
+    assert np.bincount(federation.group).tolist() == [40, 60]
+    for cluster, theta in enumerate([(5.0, 6.0), (4.0, -4.5)]):
+        clients = np.flatnonzero(federation.group == cluster)
+        records = [part for c in clients for part in (federation.load(c).train, federation.load(c).test)]
+        assert all(part.y.dtype == torch.float32 for part in records)
+        x = np.concatenate([part.x.numpy() for part in records])
+        y = np.concatenate([part.y.numpy() for part in records])
+        found, *_ = np.linalg.lstsq(np.column_stack([x, np.ones(len(x))]), y, rcond=None)
+        # u has variance 1/12 and mean 1/2; five standard errors, six coefficients: false alarm below 1e-5.
+        error = 5 * np.sqrt(1 / 12 / len(x))
+        assert np.abs(found - [*theta, 0.5]).max() < error
+        noise = y - x @ np.array(theta)
+        assert noise.min() > -1e-5 and noise.max() < 1 + 1e-5
+        assert np.abs(np.cov(x.T) - np.eye(2)).max() < 5 * np.sqrt(2 / len(x))
+
+
+@pytest.mark.statistical
+def test_synthetic_sizes() -> None:
+    federation = build("synthetic", clients=4_000, max_records=2_000)
+    source: Any = federation.source
+    held = source.train + source.test
+    assert (federation.size == source.train).all()
+    assert held.min() >= 50 and held.max() == 2_000
+    # log(held - 50) ~ N(4, 2): the median of 4,000 has standard error 2 sqrt(pi/2/4000) = 0.04, and the
+    # floor moves it by less than 1/54; 4 standard errors and the floor: false alarm below 1e-4.
+    assert abs(np.log(np.median(held) - 50) - 4) < 4 * 0.04 + 0.02
+    # P[lognormal(4, 2) >= 1950] = P[Z >= (7.576 - 4)/2] = P[Z >= 1.788] = 0.0369.
+    assert abs((held == 2_000).mean() - 0.0369) < 4 * np.sqrt(0.0369 / 4_000)
+    assert np.abs(source.test - 0.2 * held).max() <= 0.5
+    assert build("synthetic").clients == 100
+
+
+@pytest.mark.statistical
+def test_synthetic_features_and_labels() -> None:
+    options = Synthetic(clients=300)
+    federation = options.load(0)
+    assert federation.features == (60,) and federation.classes == 10 and federation.groups == ("all",)
+    records = options.draw(0, 7, 0, 20_000)
+    x = records.x.double().numpy()
+    expected = np.array([j**-1.2 for j in range(1, 61)])
+    # 60 variances at 5 standard errors: false alarm below 1e-4.
+    assert np.abs(x.var(0) / expected - 1).max() < 5 * np.sqrt(2 / 20_000)
+    correlation = np.corrcoef(x.T) - np.eye(60)
+    assert np.abs(correlation).max() < 6 / np.sqrt(20_000)
+    # v_k ~ N(B_k, 1), B_k ~ N(0, 1): between clients a feature's mean has variance 2, of which 1 is common.
+    means = np.stack([options.draw(0, client, 0, 400).x.double().mean(0).numpy() for client in range(300)])
+    assert abs(means.var() - 2) < 5 * np.sqrt(2 / 300) * 2
+    assert abs(means.mean(1).var() - 1) < 5 * np.sqrt(2 / 300) * 1.1
+    assert abs(means.var(axis=1).mean() - 1) < 0.1
+    assert records.y.dtype == torch.int64 and records.y.min() >= 0 and records.y.max() < 10
+
+
+def test_synthetic_labels_are_those_of_a_linear_model() -> None:
+    from sklearn.linear_model import LogisticRegression
+
+    records = Synthetic(features=5, classes=3).draw(0, 1, 0, 2_000)
+    fitted = LogisticRegression(C=1e4, max_iter=2_000).fit(records.x, records.y)
+    assert fitted.score(records.x, records.y) > 0.99
+
+
+def test_alpha_moves_no_label() -> None:
+    # u_k adds u_k (sum x + 1) to every class: the order of the scores does not depend on it.
+    for client in range(20):
+        drawn = [Synthetic(alpha=alpha).draw(0, client, 0, 200) for alpha in (0.0, 1.0)]
+        assert torch.equal(drawn[0].x, drawn[1].x) and torch.equal(drawn[0].y, drawn[1].y)
+
+
+def test_beta_zero_centres_the_features() -> None:
+    means = [Synthetic(beta=0.0).draw(0, client, 0, 50).x.mean().item() for client in range(100)]
+    assert np.std(means) < 0.2  # 1/sqrt(60) = 0.13 from v_k; with beta = 1 it would be 1
