@@ -19,7 +19,7 @@ from fairveil.data.datasets import build_federation
 from fairveil.data.federation import Federation
 from fairveil.errors import UserError
 from fairveil.models import ModelSpec
-from fairveil.options import Refused, parse
+from fairveil.options import parse, shown
 from fairveil.privacy.accounting import Accountant, Adjacency
 
 SCHEMA_VERSION = 1
@@ -60,7 +60,7 @@ class PrivacyConfig(Section):
     @classmethod
     def _positive(cls, epsilon: float | None) -> float | None:
         if epsilon is not None and not 0 < epsilon < math.inf:
-            raise Refused(
+            raise UserError(
                 f"privacy.epsilon = {epsilon:g} is not a budget.",
                 "It must be positive and finite: at 0 nothing could be learned from any record,\n"
                 "and without a bound nothing would be promised. Nothing was run.",
@@ -72,7 +72,7 @@ class PrivacyConfig(Section):
     @classmethod
     def _probability(cls, delta: float) -> float:
         if not 0 < delta < 1:
-            raise Refused(
+            raise UserError(
                 f"privacy.delta = {delta:g} is not a probability.",
                 "It must lie above 0 and below 1, and below 1/n for n protected records. Nothing was run.",
                 "privacy.delta = 1e-4",
@@ -82,21 +82,21 @@ class PrivacyConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> PrivacyConfig:
         if self.epsilon is not None and self.noise_multiplier is not None:
-            raise Refused(
+            raise UserError(
                 f"privacy.epsilon = {self.epsilon:g} and privacy.noise_multiplier = {self.noise_multiplier:g} "
                 "are both given.",
                 "One follows from the other; two would promise two different things. Nothing was run.",
                 "keep privacy.epsilon and remove privacy.noise_multiplier",
             )
         if self.epsilon is None and self.noise_multiplier is None:
-            raise Refused(
+            raise UserError(
                 "privacy.epsilon is missing.",
                 "A run needs a budget (epsilon), or the noise whose price is to be told (noise_multiplier).\n"
                 "Nothing was run.",
                 "privacy.epsilon = 5.0",
             )
         if not math.isfinite(self.clip_norm) and self.noise_multiplier != 0:
-            raise Refused(
+            raise UserError(
                 "privacy.clip_norm = inf cannot be noised.",
                 "Without a bound one record can move the sum by any amount, and no noise covers that.",
                 "privacy.clip_norm = 1.0 (or privacy.noise_multiplier = 0 for a run without privacy)",
@@ -142,9 +142,9 @@ class RunConfig(Section):
         algorithm = parse(cls, self.algorithm.options, "algorithm")
         if self.privacy.unit not in (None, cls.unit):
             raise UserError(
-                f"privacy.unit = {self.privacy.unit!r} is not what {self.algorithm.name!r} protects.",
+                f"privacy.unit = {shown(self.privacy.unit)} is not what {self.algorithm.name} protects.",
                 f"It protects each {cls.unit}; the statement would promise something else than was done.",
-                f"privacy.unit = {cls.unit!r}, or another algorithm (fairveil list algorithms)",
+                f"privacy.unit = {shown(cls.unit)}, or another algorithm (fairveil list algorithms)",
             )
         return algorithm
 
@@ -203,7 +203,7 @@ def make_config(values: Mapping[str, Any], settings: Sequence[str] = ()) -> RunC
         _lay_over(plain, setting)
     if plain.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
         raise UserError(
-            f"schema_version = {plain['schema_version']!r} is not known.",
+            f"schema_version = {shown(plain['schema_version'])} is not known.",
             f"This version of fairveil reads version {SCHEMA_VERSION}; it would misread another.",
             f"schema_version = {SCHEMA_VERSION}",
         )

@@ -37,9 +37,9 @@ def unknown(key: str, value: str, known: Iterable[str]) -> UserError:
     names = sorted(known)
     near = nearest(value, names)
     return UserError(
-        f"{key} = {value!r} is not known.",
+        f'{key} = "{value}" is not known.',
         f"It must be one of: {', '.join(names)},\nor package.module:Name for your own. Nothing was run.",
-        f"{key} = {(near or names[0])!r}",
+        f'{key} = "{near or names[0]}"',
     )
 
 

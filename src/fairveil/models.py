@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fairveil.errors import UserError, nearest, unknown
+from fairveil.options import shown
 from fairveil.plugins import load_object
 from fairveil.streams import Stream
 
@@ -102,7 +103,7 @@ class ModelSpec:
             module = factory(self.features, self.classes, **self.options)
         if not isinstance(module, nn.Module):
             raise UserError(
-                f"model.name = {self.name!r} did not give a torch.nn.Module but {type(module).__name__}.",
+                f"model.name = "{self.name}" did not give a torch.nn.Module but {type(module).__name__}.",
                 "It is called as Class(features, classes, **options).",
                 "derive your class from torch.nn.Module",
             )
@@ -160,14 +161,14 @@ class Model:
             output = self.predict(self.flatten(self.module), torch.zeros(2, *self.spec.features))
         except RuntimeError as error:
             raise UserError(
-                f"model.name = {self.spec.name!r} does not fit records of shape {self.spec.features}.",
+                f"model.name = {shown(self.spec.name)} does not fit records of shape {self.spec.features}.",
                 f"Two records of zeros were refused: {str(error).splitlines()[0]}",
                 "a model whose first layer takes (n, *features)",
             ) from error
         expected = (2, self.spec.classes or 1)
         if tuple(output.shape) != expected:
             raise UserError(
-                f"model.name = {self.spec.name!r} has outputs of shape {tuple(output.shape)}.",
+                f"model.name = {shown(self.spec.name)} has outputs of shape {tuple(output.shape)}.",
                 f"Two records must give {expected}: one score for each class (one number in a regression).",
                 f"a last layer of width {expected[1]}",
             )
@@ -181,7 +182,7 @@ def _check_options(factory: Callable[..., nn.Module], options: Mapping[str, Any]
     for key in options.keys() - set(names):
         near = nearest(key, names)
         raise UserError(
-            f"model.{key} = {options[key]!r} is not an option of this model.",
+            f"model.{key} = {shown(options[key])} is not an option of this model.",
             f"Its options are: {', '.join(names) or 'none'}.",
             f"model.{near}" if near else f"remove model.{key}",
         )

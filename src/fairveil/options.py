@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticUndefined
+from pydantic_core import ErrorDetails
 
 from fairveil.errors import UserError, nearest
 
@@ -26,10 +26,12 @@ def parse(model: type[M], values: Any, key: str = "") -> M:
     """The model of these values.
 
     Args:
-        key: where they stand in the config ("data.options"), for the error.
+        model: what the values must fit.
+        values: as typed.
+        key: where they stand in the config ("data.options"), for the error; empty at its root.
 
     Raises:
-        UserError: naming the first value that does not fit.
+        UserError: naming the first value that does not fit. (A UserError raised in a validator comes through.)
     """
     try:
         return model.model_validate(values)
@@ -39,52 +41,48 @@ def parse(model: type[M], values: Any, key: str = "") -> M:
 
 def _explained(model: type[BaseModel], error: ErrorDetails, key: str) -> UserError:
     """The first thing that pydantic found wrong, as a user's error."""
-    if error["type"] == "value_error" and isinstance(cause := error["ctx"]["error"], Refused):
-        return cause.error
-    path = [part for part in error["loc"] if isinstance(part, str)]
-    owner, field = _walk(model, path)
-    where = ".".join([*([key] if key else []), *map(str, error["loc"])]) or "the config"
-    parent = where.rpartition(".")[0]
+    owner, field, names, rest = _locate(model, error)
+    prefix = ".".join([*filter(None, [key]), *names[:-1]])
+    place = ".".join(filter(None, [prefix, *names[-1:]])) or "the config"
+    where = place + "".join(f"[{part}]" for part in rest)
     typed = f"{where} = {shown(error['input'])}"
     if error["type"] == "extra_forbidden":
         known = sorted(owner.model_fields)
-        near = nearest(path[-1], known)
+        near = nearest(names[-1], known)
         return UserError(
             f"{typed} is not a known key.",
-            f"Known here: {', '.join(known) or 'none'}.\nA misspelt key would leave its default in force unseen.",
-            f"{parent + '.' if parent else ''}{near} = ..." if near else f"leave out {where}",
+            f"Known here: {', '.join(known) or 'none'}.\nA misspelt key would leave its default in force, unseen.",
+            f"{'.'.join(filter(None, [prefix, near]))} = {shown(error['input'])}" if near else f"leave out {where}",
         )
-    example = _example(field)
-    fix = f"{where} = {shown(example)}" if example is not None else "see `fairveil new` for a commented config"
+    fix = f"{place} = {_example(field, error) if field else '{}'}"
     if error["type"] == "missing":
         return UserError(f"{where} is missing.", "It has no default. Nothing was run.", fix)
     return UserError(f"{typed} is not valid.", f"{error['msg']}. Nothing was run.", fix)
 
 
-class Refused(ValueError):
-    """Raised inside a pydantic validator to give the user this very error."""
-
-    def __init__(self, what: str, why: str, fix: str) -> None:
-        super().__init__(what)
-        self.error = UserError(what, why, fix)
-
-
-def _walk(model: type[BaseModel], path: list[str]) -> tuple[type[BaseModel], FieldInfo | None]:
-    """The model that owns the last key of a path, and the field behind it if there is one."""
+def _locate(
+    model: type[BaseModel], error: ErrorDetails
+) -> tuple[type[BaseModel], FieldInfo | None, list[str], list[str | int]]:
+    """The model and field that an error is about, the keys that lead there, and what is left of its path."""
+    names: list[str] = []
     field = None
-    for number, name in enumerate(path):
-        field = model.model_fields.get(name)
-        if field is None or number == len(path) - 1:
-            break
-        inner = [t for t in (field.annotation, *get_args(field.annotation)) if isinstance(t, type)]
-        model = next((t for t in inner if issubclass(t, BaseModel)), model)
-    return model, field
+    for at, part in enumerate(error["loc"]):
+        names.append(str(part))
+        field = model.model_fields.get(names[-1])
+        types = [field.annotation, *get_args(field.annotation)] if field else []
+        inner = next((t for t in types if isinstance(t, type) and issubclass(t, BaseModel)), None)
+        if inner is None or at == len(error["loc"]) - 1:
+            return model, field, names, list(error["loc"][at + 1 :])
+        model = inner
+    return model, field, names, []
 
 
-def _example(field: FieldInfo | None) -> Any:
-    if field is None:
-        return None
+def _example(field: FieldInfo, error: ErrorDetails) -> str:
+    """A value that would have been right: the nearest choice, else an example, else the default."""
+    if error["type"] == "literal_error":
+        choices = re.findall("'([^']+)'", error["ctx"]["expected"])
+        if choices:
+            return shown(nearest(str(error["input"]), choices) or choices[0])
     if field.examples:
-        return field.examples[0]
-    default = field.get_default(call_default_factory=False)
-    return None if default is PydanticUndefined or isinstance(default, Mapping) else default
+        return shown(field.examples[0])
+    return "..." if field.is_required() else shown(field.get_default(call_default_factory=True))

@@ -22,17 +22,12 @@ def load_object(key: str, path: str) -> Any:
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UserError(
-            f"{key} = {path!r} cannot be imported.",
-            f"Importing {module_name!r} failed: {error}.\nThe current folder is searched first.",
-            f'{key} = "package.module:Name", run from the folder that holds the package',
-        ) from error
-    if not hasattr(module, name):
+        return getattr(module, name)
+    except (ImportError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}.\nThe current folder is searched first."
+        fix = f'{key} = "package.module:Name", run from the folder that holds the package'
+    except AttributeError:
         near = nearest(name, vars(module))
-        raise UserError(
-            f"{key} = {path!r} names nothing.",
-            f"The module {module_name!r} has no {name!r}.",
-            f"{key} = {f'{module_name}:{near}'!r}" if near else f"define {name} in {module_name}",
-        )
-    return getattr(module, name)
+        why = f"The module {module_name!r} has no {name!r}."
+        fix = f'{key} = "{module_name}:{near}"' if near else f"define {name or 'Name'} in {module_name}"
+    raise UserError(f'{key} = "{path}" cannot be imported.', f"{why} Nothing was run.", fix)

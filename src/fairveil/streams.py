@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from operator import index
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ class Stream:
     def __init__(self, *key: int | str) -> None:
         # The whole 256-bit digest seeds the generator: torch's own would keep 32 bits of it, and among a
         # million streams of one run thousands of pairs would then be equal.
-        name = "\x1f".join(f"{type(part).__name__}:{part}" for part in key)
+        # A client's number counts the same whether it comes as a numpy integer or not.
+        name = "\x1f".join(f"word:{part}" if isinstance(part, str) else f"number:{index(part)}" for part in key)
         digest = hashlib.sha256(name.encode()).digest()
         self.numpy = np.random.Generator(np.random.PCG64DXSM(int.from_bytes(digest, "big")))
 

@@ -191,7 +191,7 @@ def test_what_has_an_owner_is_not_cut_again() -> None:
         ({"kind": "iid", "clients": 0}, "data.split.clients = 0 is not valid.", "data.split.clients = 10"),
         (
             {"kind": "iid", "client": 5},
-            "data.split.client = 5 is not an option here.",
+            "data.split.client = 5 is not a known key.",
             "data.split.clients = 5",
         ),
         (

@@ -10,6 +10,7 @@ from fairveil.algorithms.global_ import Global
 from fairveil.algorithms.local import Local
 from fairveil.algorithms.oracle import Oracle
 from fairveil.errors import UserError, unknown
+from fairveil.options import shown
 from fairveil.plugins import load_object
 
 ALGORITHMS: dict[str, type[Algorithm[Any]]] = {cls.name: cls for cls in (DPFedAvg, Global, Local, Oracle)}
@@ -24,7 +25,7 @@ def find_algorithm(name: str) -> type[Algorithm[Any]]:
     found = load_object("algorithm.name", name)
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise UserError(
-            f"algorithm.name = {name!r} is not an algorithm.",
+            f"algorithm.name = {shown(name)} is not an algorithm.",
             "It must be a class derived from fairveil.algorithms.base.Algorithm.",
             "see docs/your-own-algorithm.md",
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -11,10 +10,11 @@ import torch
 
 from fairveil.data.federation import Dataset, Federation, Pool, Records
 from fairveil.data.files import File
-from fairveil.data.options import parse
 from fairveil.data.partition import Split, parse_split
 from fairveil.data.synthetic import GaussianClusters, LinearClusters, Synthetic
 from fairveil.errors import UserError, unknown
+from fairveil.options import parse
+from fairveil.plugins import load_object
 from fairveil.streams import Stream
 
 
@@ -73,21 +73,13 @@ def find_dataset(name: str) -> type[Dataset]:
     """The dataset of this name, or at this "package.module:Name"."""
     if name in DATASETS:
         return DATASETS[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise unknown("data.dataset", name, DATASETS)
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f'data.dataset = "{name}" cannot be imported.',
-            f"{type(error).__name__}: {error}.\nIt must be package.module:Name, and importable from here.",
-            f"python -c 'from {module or 'module'} import {attribute or 'Name'}'",
-        ) from error
+    found = load_object("data.dataset", name)
     if not (isinstance(found, type) and issubclass(found, Dataset)):
         raise UserError(
             f'data.dataset = "{name}" is not a dataset.',
             "It must be a class derived from fairveil.data.federation.Dataset, with the method load(seed).",
-            f"class {attribute}(Dataset): ...",
+            f"class {name.partition(':')[2]}(Dataset): ...",
         )
     return found

@@ -13,11 +13,11 @@ import torch
 from pydantic import Field
 
 from fairveil.data.federation import Dataset, Federation, Records
-from fairveil.data.options import shown
 from fairveil.data.partition import Columns, Shares, held_out
 from fairveil.data.shifts import Shift
 from fairveil.data.tables import numeric, pick, read_columns
 from fairveil.errors import UserError
+from fairveil.options import shown
 from fairveil.streams import Stream
 
 if TYPE_CHECKING:

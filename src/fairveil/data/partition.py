@@ -14,9 +14,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from fairveil.data.federation import ClientData, Federation, Pool, Records, fingerprint
-from fairveil.data.options import parse, shown
 from fairveil.data.shifts import Shift, check_rotatable
 from fairveil.errors import UserError, nearest
+from fairveil.options import parse, shown
 from fairveil.streams import Stream
 
 

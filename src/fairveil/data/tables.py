@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from fairveil.data.options import shown
 from fairveil.errors import UserError, nearest
+from fairveil.options import shown
 
 if TYPE_CHECKING:
     import pandas as pd

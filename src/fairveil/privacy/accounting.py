@@ -320,9 +320,7 @@ def _pld_epsilon(what: _Composition, delta: float, adjacency: Adjacency) -> floa
 def _steps(what: _Composition, direction: AdjacencyType, log_tail: float) -> list[_Step]:
     replace, steps = direction == AdjacencyType.REPLACE, []
     for q, z, times in what.sampled:
-        loss = GaussianPrivacyLoss(
-            z, sampling_prob=q, adjacency_type=direction, log_mass_truncation_bound=log_tail
-        )
+        loss = GaussianPrivacyLoss(z, sampling_prob=q, adjacency_type=direction, log_mass_truncation_bound=log_tail)
         ends = loss.connect_dots_bounds()
         steps.append(
             _Step(loss.get_delta_for_epsilon, ends.epsilon_lower, ends.epsilon_upper, times, *_moments(q, z, replace))
