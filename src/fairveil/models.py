@@ -103,7 +103,7 @@ class ModelSpec:
             module = factory(self.features, self.classes, **self.options)
         if not isinstance(module, nn.Module):
             raise UserError(
-                f"model.name = "{self.name}" did not give a torch.nn.Module but {type(module).__name__}.",
+                f"model.name = {shown(self.name)} did not give a torch.nn.Module but {type(module).__name__}.",
                 "It is called as Class(features, classes, **options).",
                 "derive your class from torch.nn.Module",
             )
