@@ -177,7 +177,7 @@ def _resumes(trial: _Trial) -> str:
 
 def _without_noise(trial: _Trial) -> str:
     plan = make_plan(trial.config(privacy={"noise_multiplier": 0.0, "clip_norm": float("inf"), "delta": 1e-3}))
-    if plan.price.epsilon != float("inf"):
+    if plan.price.epsilon != float("inf") and any(plan.releases.values()):
         raise Broken(f"without noise it still claims epsilon {plan.price.epsilon}")
     run_plan(plan, runs=trial.folder)
     return "runs, and claims no guarantee"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, get_args
@@ -130,15 +130,7 @@ def make_plan(config: RunConfig) -> Plan:
     protected = protected_units(algorithm, facts)
     _check_scope(algorithm, terms, set(protected))
     privacy = config.privacy
-    if privacy.noise_multiplier is not None:
-        noise = [privacy.noise_multiplier] * len(protected)
-    else:
-        assert privacy.epsilon is not None
-        noise = calibrate_many(
-            [lambda z, t=terms[unit]: _events(algorithm.releases(replace(t, noise_multiplier=z)))  # type: ignore[misc]
-             for unit in protected],
-            privacy.epsilon, privacy.delta, adjacency=privacy.adjacency, accountant=privacy.accountant,
-        )  # fmt: skip
+    noise = _solve(algorithm, [terms[unit] for unit in protected], privacy)
     releases = [
         algorithm.releases(replace(terms[unit], noise_multiplier=z)) for unit, z in zip(protected, noise, strict=True)
     ]
@@ -147,6 +139,24 @@ def make_plan(config: RunConfig) -> Plan:
         for unit, z, found in zip(protected, noise, _prices(releases, privacy, privacy.accountant), strict=True)
     ]
     return Plan(config, algorithm, federation, model, facts, tuple(units))
+
+
+def _solve(algorithm: Algorithm[Any], units: Sequence[Terms], privacy: PrivacyConfig) -> list[float]:
+    """The noise multiplier of each unit: as given, or the smallest within the budget."""
+    if privacy.noise_multiplier is not None:
+        return [privacy.noise_multiplier] * len(units)
+    assert privacy.epsilon is not None
+
+    def events_of(terms: Terms) -> Callable[[float], Counter[DpEvent]]:
+        return lambda z: _events(algorithm.releases(replace(terms, noise_multiplier=z)))
+
+    requests = {at: events_of(terms) for at, terms in enumerate(units)}
+    noisy = {at: events for at, events in requests.items() if events(1.0) != events(2.0)}
+    found = calibrate_many(
+        list(noisy.values()), privacy.epsilon, privacy.delta, adjacency=privacy.adjacency, accountant=privacy.accountant
+    )
+    solved = dict(zip(noisy, found, strict=True))
+    return [solved.get(at, 0.0) for at in requests]  # a unit that releases nothing has no noise to solve
 
 
 def protected_units(algorithm: Algorithm[Any], facts: Facts) -> list[int]:

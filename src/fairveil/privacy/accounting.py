@@ -47,7 +47,7 @@ logging.getLogger("absl").addFilter(lambda record: "_compute_log_a_frac failed" 
 
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
-class SelectionDpEvent(dpa.DpEvent):  # type: ignore[misc]
+class SelectionDpEvent(dpa.DpEvent):
     """One choice by the exponential mechanism, of *bounded range* epsilon.
 
     The log-ratio of the probabilities of any two outcomes moves by at most `epsilon` between neighbours. To scale
@@ -309,12 +309,27 @@ def _pld_epsilon(what: _Composition, delta: float, adjacency: Adjacency) -> floa
             low, high = math.floor(kind.low / interval), math.ceil(kind.high / interval)
             deltas = kind.curve(np.arange(low, high + 1, dtype=np.float64) * interval)
             pmf = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, deltas)
-            # Dense, because the sparse form begins with size**count as an integer: millions of digits.
-            pmf = pmf.to_dense_pmf()
-            pmfs.append(pmf if kind.times == 1 else pmf.self_compose(kind.times, spare))
+            pmfs.append(_repeat(pmf.to_dense_pmf(), kind, spare))
         pmf = functools.reduce(lambda a, b: a.compose(b, spare), pmfs)
         epsilon = max(epsilon, float(pmf.get_epsilon_for_delta(target)))
     return epsilon * (1 + 1e-6)  # the library adds up its grid of losses float by float
+
+
+def _repeat(pmf: pld_pmf.DensePLDPmf, kind: _Step, spare: float) -> pld_pmf.DensePLDPmf:
+    """`pmf` composed `kind.times` with itself, if need be by way of sqrt(times).
+
+    The library bounds the tails of a sum by exponential moments of an order not below 1/size: once the sum is much
+    wider than one step, that leaves arrays many times longer than it needs. (Dense, because its sparse form begins
+    by computing size**times as an integer, which can have millions of digits.)
+    """
+    if kind.times == 1:
+        return pmf
+    if kind.times * kind.variance < 4 * (kind.high - kind.low) ** 2:
+        return pmf.self_compose(kind.times, spare)
+    inner = math.isqrt(kind.times)
+    outer, rest = divmod(kind.times, inner)
+    whole = pmf.self_compose(inner, spare / outer).self_compose(outer, spare)
+    return whole.compose(pmf.self_compose(rest, spare), spare) if rest else whole
 
 
 def _steps(what: _Composition, direction: AdjacencyType, log_tail: float) -> list[_Step]:
@@ -375,9 +390,9 @@ def _interval(kinds: Sequence[_Step]) -> float:
     no more than the share of that in the whole: we allow 1e-3 (about 0.06% of epsilon). A fixed grid would be far
     too coarse for many small steps, and needlessly fine for few large ones.
     """
-    variance = sum(kind.times * kind.variance for kind in kinds)
+    variance = sum(kind.times * kind.variance * (1e-4 if kind.high == -kind.low else 1) for kind in kinds)
     coarsest = math.sqrt(6e-3 * variance / sum(kind.times for kind in kinds))
-    width = sum(3.5 * (kind.high - kind.low) + 17 * math.sqrt(kind.times * kind.variance) for kind in kinds)
+    width = sum(kind.high - kind.low + 17 * math.sqrt(kind.times * kind.variance) for kind in kinds)
     # 20,000 points cost next to nothing; half a million is what a second or two and 200 MB allow.
     return max(min(coarsest, width / 20_000), width / 500_000)
 

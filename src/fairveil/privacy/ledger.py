@@ -103,7 +103,7 @@ class Ledger:
             spent = self._counts.get(entry.unit, Counter())[mechanism] + counts[mechanism]
             if spent > planned[mechanism]:
                 raise PrivacyError(
-                    f"{_unit(entry.unit)}: {entry.mechanism.kind} asked for the {spent}th time, "
+                    f"{_unit(entry.unit)}: {entry.mechanism.kind} asked for {spent} times, "
                     f"{planned[mechanism]} planned ({entry.mechanism.describe()}). Nothing was released."
                 )
             fresh.append((entry, mechanism))

@@ -1,0 +1,38 @@
+"""Shared by all tests: one cache of calibrations for the session, small configs, a fast small run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Calibrations of this session only, shared by its worker processes; never the user's own cache."""
+    base = tmp_path_factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["FAIRVEIL_CACHE"] = str(root / "fairveil-cache")
+
+
+@pytest.fixture
+def small() -> dict[str, Any]:
+    """A small federation of digits: 5 clients in two rotated clusters, 4 rounds, one process."""
+    return {
+        "data": {"dataset": "digits", "split": {"kind": "rotate", "degrees": [0, 90], "clients": [2, 3]}},
+        "model": {"name": "logistic"},
+        "algorithm": {"name": "global", "rounds": 4, "batch_size": 64, "learning_rate": 1.0},
+        "privacy": {"epsilon": 8.0, "delta": 1e-3},
+        "engine": {"workers": 1},
+    }
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Where run folders go."""
+    return tmp_path / "runs"

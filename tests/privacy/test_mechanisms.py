@@ -1,0 +1,321 @@
+"""Bounds by brute force on neighbours, noise by its law, events by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent, NonPrivateDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+
+from fairveil.data.federation import ClientData, Records
+from fairveil.models import Model, ModelSpec
+from fairveil.privacy.gradients import MICRO_BATCH, clipped_sum, record_gradients
+from fairveil.privacy.mechanisms import CohortSums, NoisyTraining, Part, canonical
+from fairveil.privacy.release import Release, Share
+from fairveil.streams import Stream
+
+
+@dataclass
+class FakeClient:
+    """A client with nothing but what a mechanism asks for."""
+
+    model: Model
+    train: Records
+    inputs: dict[str, Any]
+    key: tuple[Any, ...] = (0,)
+    data: ClientData = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.data = ClientData(self.train, self.train)
+
+    def stream(self, purpose: str) -> Stream:
+        return Stream(*self.key, purpose)
+
+
+MODELS = {
+    "logistic": ModelSpec("logistic", (1, 4, 4), 3),
+    "mlp": ModelSpec("mlp", (1, 4, 4), 3, {"hidden": 5}),
+    "cnn": ModelSpec("cnn", (1, 4, 4), 3),
+    "linear": ModelSpec("linear", (6,), 0),
+}
+
+
+def records(spec: ModelSpec, count: int, seed: int, scale: float = 1.0) -> Records:
+    random = Stream(seed, "records").numpy
+    x = torch.from_numpy((scale * random.standard_normal((count, *spec.features))).astype(np.float32))
+    if spec.classes:
+        return Records(x, torch.from_numpy(random.integers(spec.classes, size=count)))
+    return Records(x, torch.from_numpy((scale * random.standard_normal(count)).astype(np.float32)))
+
+
+def without(rows: Records, gone: int) -> Records:
+    keep = torch.arange(len(rows)) != gone
+    return Records(rows.x[keep], rows.y[keep])
+
+
+# ---- gradients -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_record_gradients_equal_a_loop_of_autograd(name: str) -> None:
+    model = MODELS[name].build()
+    rows, weights = records(MODELS[name], 7, 1), model.initial(Stream(0))
+    found = record_gradients(model, weights, rows.x, rows.y)
+    for i in range(7):
+        one = model.gradient(weights, rows.x[i : i + 1], rows.y[i : i + 1])
+        assert torch.allclose(found[i], one, atol=1e-6)
+
+
+def test_clipped_sum_written_out_for_linear_regression() -> None:
+    """Half the squared error of w.x + b has gradient (w.x + b - y) * (x, 1): clip each by hand and add."""
+    spec = MODELS["linear"]
+    model, rows = spec.build(), records(spec, 200, 3, scale=2.0)
+    weights = torch.arange(7.0) / 7
+    x, y, w = rows.x.double().numpy(), rows.y.double().numpy(), weights.double().numpy()
+    gradient = (x @ w[:6] + w[6] - y)[:, None] * np.hstack([x, np.ones((200, 1))])
+    norm = np.linalg.norm(gradient, axis=1)
+    expected = (gradient * np.minimum(1, 1.5 / norm)[:, None]).sum(axis=0)
+    found = clipped_sum(model, weights, rows.x, rows.y, 1.5)
+    assert found.total.numpy() == pytest.approx(expected, abs=2e-4)
+    assert found.clipped == (norm > 1.5).sum() and found.not_finite == 0
+    assert MICRO_BATCH < 200  # so that the sum above went through several micro-batches
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    name=st.sampled_from(sorted(MODELS)),
+    seed=st.integers(0, 10**6),
+    clip=st.sampled_from([1e-3, 0.1, 1.0, 30.0]),
+    scale=st.sampled_from([1e-3, 1.0, 1e3, 1e15]),
+)
+def test_a_record_moves_the_sum_by_at_most_the_clip_norm(name: str, seed: int, clip: float, scale: float) -> None:
+    spec = MODELS[name]
+    model, rows = spec.build(), records(spec, 5, seed, scale)
+    weights = model.initial(Stream(seed))
+    whole = clipped_sum(model, weights, rows.x, rows.y, clip).total.double()
+    for gone in range(5):
+        less = without(rows, gone)
+        moved = whole - clipped_sum(model, weights, less.x, less.y, clip).total.double()
+        assert torch.linalg.vector_norm(moved) <= clip * (1 + 1e-5)  # float32 sums of five terms round
+    alone = clipped_sum(model, weights, rows.x[:1], rows.y[:1], clip).total.double()
+    assert torch.linalg.vector_norm(alone) <= clip  # one record on its own: exactly within
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+def test_a_record_with_a_gradient_that_is_not_finite_contributes_zero(bad: float) -> None:
+    spec = MODELS["linear"]
+    model, rows = spec.build(), records(spec, 4, 2)
+    weights = torch.ones(7)
+    rows.x[2, 0] = bad
+    found = clipped_sum(model, weights, rows.x, rows.y, 1.0)
+    less = without(rows, 2)
+    assert torch.equal(found.total, clipped_sum(model, weights, less.x, less.y, 1.0).total)
+    assert found.not_finite == 1
+
+
+def test_no_records_give_zero() -> None:
+    spec = MODELS["logistic"]
+    model, rows = spec.build(), records(spec, 0, 0)
+    assert torch.equal(clipped_sum(model, model.initial(Stream(0)), rows.x, rows.y, 1.0).total, torch.zeros(51))
+
+
+# ---- NoisyTraining ---------------------------------------------------------------------------------
+
+
+def train(mechanism: NoisyTraining, rows: Records, spec: ModelSpec, key: tuple[Any, ...] = (0,)) -> Tensor:
+    model = spec.build()
+    start = model.initial(Stream(9))
+    release, _ = mechanism.release(FakeClient(model, rows, {"model": start, "learning_rate": 0.5}, key))
+    update = release.value["update"]
+    assert isinstance(update, Tensor)
+    return update
+
+
+def test_a_step_without_noise_moves_by_at_most_its_sensitivity() -> None:
+    """Full batch, one step: the released update is -eta/b times the sum, so neighbours differ by eta*c/b."""
+    spec = MODELS["mlp"]
+    rows = records(spec, 6, 5, scale=10.0)
+    mechanism = NoisyTraining(1.0, 1, clip_norm=0.7, noise_multiplier=0.0, expected_batch=6.0)
+    whole = train(mechanism, rows, spec)
+    for gone in range(6):
+        moved = whole - train(mechanism, without(rows, gone), spec)
+        assert torch.linalg.vector_norm(moved) <= 0.5 * 0.7 / 6 * (1 + 1e-4)
+
+
+def test_several_steps_written_out() -> None:
+    """DP-SGD with a full batch and no noise is clipped gradient descent with the fixed denominator."""
+    spec = MODELS["linear"]
+    model, rows = spec.build(), records(spec, 8, 4)
+    mechanism = NoisyTraining(1.0, 3, clip_norm=1.0, noise_multiplier=0.0, expected_batch=10.0)
+    weights = start = model.initial(Stream(9))
+    for _ in range(3):
+        total = torch.zeros(7)
+        for i in range(8):
+            gradient = model.gradient(weights, rows.x[i : i + 1], rows.y[i : i + 1])
+            total += gradient * min(1.0, 1.0 / float(gradient.norm()))
+        weights = weights - 0.5 * total / 10.0
+    assert torch.allclose(train(mechanism, rows, spec), weights - start, atol=1e-5)
+
+
+@pytest.mark.statistical
+def test_the_noise_has_the_law_that_is_priced() -> None:
+    """No records: what is released is noise alone, N(0, (eta*c*z/b)^2 * steps). False alarm below 1e-6."""
+    spec = ModelSpec("logistic", (5000,), 20)  # 100,020 parameters
+    mechanism = NoisyTraining(0.1, 4, clip_norm=2.0, noise_multiplier=1.5, expected_batch=16.0)
+    update = train(mechanism, records(spec, 0, 0), spec).double().numpy()
+    std = 0.5 / 16 * 2.0 * 1.5 * math.sqrt(4)
+    assert stats.kstest(update / std, "norm").pvalue > 1e-6
+    low, high = stats.chi2.ppf([5e-7, 1 - 5e-7], update.size)
+    assert low < (update**2).sum() / std**2 < high
+
+
+@pytest.mark.statistical
+def test_batches_are_poisson_samples() -> None:
+    """Every record is drawn independently at rate q. False alarm below 1e-6 in all."""
+    draws = [Stream(1, i).coins(50, 0.3).numpy() for i in range(4000)]
+    sizes = np.array([len(draw) for draw in draws])
+    low, high = stats.binom.ppf([1e-7, 1 - 1e-7], 4000 * 50, 0.3)
+    assert low <= sizes.sum() <= high
+    expected = 4000 * np.diff(stats.binom.cdf([-1, 9, 11, 13, 15, 17, 19, 50], 50, 0.3))
+    counted = np.histogram(sizes, bins=[0, 10, 12, 14, 16, 18, 20, 51])[0]
+    assert stats.chisquare(counted, expected).pvalue > 1e-7  # sizes vary as they must, they are not fixed
+    together = sum(1 for draw in draws if {3, 4} <= set(draw.tolist()))
+    low, high = stats.binom.ppf([1e-7, 1 - 1e-7], 4000, 0.09)
+    assert low <= together <= high
+
+
+def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
+    spec = MODELS["logistic"]
+    rows = records(spec, 3, 1)
+    rare = NoisyTraining(1e-12, 2, clip_norm=1.0, noise_multiplier=1.0, expected_batch=1.0)
+    assert torch.equal(train(rare, rows, spec), train(rare, rows, spec))
+    none = train(rare, records(spec, 0, 0), spec)
+    assert none.abs().min() > 0  # noise on every coordinate, though nobody was drawn
+
+
+def test_events_and_schedule_of_local_epochs() -> None:
+    mechanism = NoisyTraining.epochs(100, 32, 2, clip_norm=1.0, noise_multiplier=1.25)
+    assert (mechanism.sample_rate, mechanism.steps, mechanism.expected_batch) == (0.32, 2 * 4, 32.0)
+    assert mechanism.event == SelfComposedDpEvent(PoissonSampledDpEvent(0.32, GaussianDpEvent(1.25)), 8)
+    full = NoisyTraining.epochs(20, 32, 3, clip_norm=1.0, noise_multiplier=1.25)
+    assert (full.sample_rate, full.steps, full.expected_batch) == (1.0, 3, 20.0)
+    assert full.event == SelfComposedDpEvent(GaussianDpEvent(1.25), 3)
+    silent = NoisyTraining.epochs(20, 32, 3, clip_norm=1.0, noise_multiplier=0.0)
+    assert silent.event == SelfComposedDpEvent(NonPrivateDpEvent(), 3)
+
+
+def test_an_infinite_clip_norm_is_never_noised() -> None:
+    spec = MODELS["logistic"]
+    with pytest.raises(ValueError, match="noise_multiplier must then be 0"):
+        train(NoisyTraining(1.0, 1, math.inf, 1.0, 1.0), records(spec, 2, 0), spec)
+
+
+# ---- CohortSums ------------------------------------------------------------------------------------
+
+
+def two_parts(bound: float = 1.0, z: float = 1.0) -> CohortSums:
+    parts = (Part("update", (4,), bound, z), Part("loss", (), 0.5, 4.0))
+    return CohortSums(parts, 0.25, "server")
+
+
+def total(mechanism: CohortSums, values: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    exact = mechanism.zero()
+    for value in values:
+        mechanism.add(exact, mechanism.share(value)[0])
+    return exact
+
+
+numbers = st.floats(-1e6, 1e6, width=32) | st.sampled_from([math.nan, math.inf, 0.0, 3e38])
+contribution = st.tuples(st.lists(numbers, min_size=4, max_size=4), numbers).map(
+    lambda pair: {"update": torch.tensor(pair[0]), "loss": torch.tensor(pair[1])}
+)
+
+
+@settings(deadline=None)
+@given(clients=st.lists(contribution, min_size=1, max_size=6), bound=st.sampled_from([1e-3, 0.3, 1.0, 50.0]))
+def test_a_client_moves_each_sum_by_at_most_its_bound(clients: list[dict[str, Tensor]], bound: float) -> None:
+    """Exactly, not to rounding: the sums are fixed-point and truncation shortens."""
+    mechanism = two_parts(bound)
+    whole = total(mechanism, clients)
+    for gone in range(len(clients)):
+        less = total(mechanism, clients[:gone] + clients[gone + 1 :])
+        for part in mechanism.parts:
+            moved = (whole[part.name] - less[part.name]).double() / mechanism._scale(part)
+            assert torch.linalg.vector_norm(moved) <= part.bound
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6))
+def test_sums_do_not_depend_on_the_order(seed: int) -> None:
+    random = Stream(seed).numpy
+    scales = 10.0 ** random.integers(-6, 3, size=9)
+    clients = [
+        {"update": torch.from_numpy(scale * random.standard_normal(4)), "loss": torch.tensor(0.1)} for scale in scales
+    ]
+    mechanism = two_parts()
+    forth, back = total(mechanism, clients), total(mechanism, clients[::-1])
+    assert all(torch.equal(forth[name], back[name]) for name in forth)
+
+
+def test_a_share_within_its_bound_is_summed_as_it_is() -> None:
+    mechanism = two_parts(bound=10.0, z=0.0)
+    values = [{"update": torch.tensor([1.0, -2.0, 0.5, 3.0]), "loss": torch.tensor(0.25)}] * 3
+    silent = CohortSums((Part("update", (4,), 10.0, 0.0), Part("loss", (), 0.5, 0.0)), 0.25, "server")
+    sums = silent.finish(total(silent, values), Stream(0))
+    assert torch.equal(sums["update"], torch.tensor([3.0, -6.0, 1.5, 9.0])) and float(sums["loss"]) == 0.75
+    assert mechanism.event == NonPrivateDpEvent()
+
+
+def test_one_cohort_is_one_event() -> None:
+    """1/z^2 = 1/1^2 + 1/4^2, of one Poisson draw."""
+    event = two_parts().event
+    assert isinstance(event, PoissonSampledDpEvent) and event.sampling_probability == 0.25
+    assert event.event.noise_multiplier == pytest.approx((1 + 1 / 16) ** -0.5, rel=1e-12)
+    everyone = CohortSums(two_parts().parts, 1.0, "server")
+    assert isinstance(everyone.event, GaussianDpEvent)
+
+
+@pytest.mark.statistical
+def test_the_noise_on_a_cohort_even_an_empty_one() -> None:
+    """Each part has noise of z times its bound, whoever was drawn. False alarm below 1e-6."""
+    mechanism = CohortSums((Part("a", (50_000,), 2.0, 1.5), Part("b", (50_000,), 0.5, 3.0)), 0.1, "server")
+    sums = mechanism.finish(mechanism.zero(), Stream(3))
+    for name, std in (("a", 3.0), ("b", 1.5)):
+        assert stats.kstest(sums[name].double().numpy() / std, "norm").pvalue > 2.5e-7
+    assert abs(float(torch.corrcoef(torch.stack([sums["a"], sums["b"]]))[0, 1])) < 5 / math.sqrt(50_000)
+
+
+def test_a_share_of_the_wrong_shape_or_name_is_refused() -> None:
+    mechanism = two_parts()
+    with pytest.raises(TypeError, match="shape"):
+        mechanism.share({"update": torch.zeros(5), "loss": torch.tensor(0.0)})
+    with pytest.raises(TypeError, match="planned"):
+        mechanism.share({"update": torch.zeros(4)})
+
+
+# ---- minting ---------------------------------------------------------------------------------------
+
+
+def test_only_mechanisms_mint() -> None:
+    with pytest.raises(TypeError, match=r"return mechanism\.release"):
+        Release({"update": torch.zeros(1)}, NoisyTraining(1.0, 1, 1.0, 1.0, 1.0))
+    with pytest.raises(TypeError, match=r"return mechanism\.share"):
+        Share({"update": torch.zeros(1)}, two_parts())
+
+
+def test_the_canonical_form_tells_any_two_mechanisms_apart() -> None:
+    base = {"sample_rate": 0.1, "steps": 3, "clip_norm": 1.0, "noise_multiplier": 1.1, "expected_batch": 32.0}
+    changed = [
+        base | {key: value * (1 + 2**-52) if isinstance(value, float) else value + 1} for key, value in base.items()
+    ]
+    texts = {canonical(NoisyTraining(**values)) for values in [base, *changed]}  # type: ignore[arg-type]
+    assert len(texts) == 6
+    assert canonical(two_parts()) != canonical(two_parts(z=1.0000001))

@@ -1,0 +1,248 @@
+"""The session: what has no price does not come through."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fairveil.data.federation import ClientData, Records
+from fairveil.errors import PrivacyError
+from fairveil.models import ModelSpec
+from fairveil.privacy.ledger import FEDERATION, Ledger
+from fairveil.privacy.mechanisms import CohortSums, NoisyTraining, Part
+from fairveil.privacy.release import Kept, Public, Reply
+from fairveil.session import Facts, Job, Member, Pick, Session, Task, Terms, digest_of
+from fairveil.tasks import bounded_update, local_update
+
+SPEC = ModelSpec("logistic", (2,), 2)  # 6 parameters
+FACTS = Facts(np.array([4, 4, 4]), np.array([0, 0, 1]), (2,), 2, 6, 1.0)
+ROWS = Records(torch.randn(4, 2, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 0, 1]))
+
+
+class InlineEngine:
+    """Runs a task here, one client at a time, in the order that is asked for."""
+
+    def __init__(self, backwards: bool = False) -> None:
+        self.backwards, self.model = backwards, SPEC.build()
+
+    def run(self, job: Job) -> Iterator[tuple[int, Reply]]:
+        for call in reversed(job.calls) if self.backwards else job.calls:
+            member = Member(
+                ClientData(ROWS, ROWS), self.model, {**job.shared, **call.each}, call.mechanism, call.personal,
+                (0, job.request, call.client),
+            )  # fmt: skip
+            yield call.client, job.task([member])[0]
+
+
+def training(terms: Terms) -> NoisyTraining:
+    assert terms.size is not None
+    return NoisyTraining.epochs(terms.size, 2, 1, clip_norm=1.0, noise_multiplier=terms.noise_multiplier)
+
+
+def sums(sample_rate: float = 1.0) -> CohortSums:
+    return CohortSums((Part("update", (6,), 1.0, 1.0),), sample_rate, "server")
+
+
+SEEN: list[tuple[int, str, Mapping[str, float]]] = []
+
+
+@pytest.fixture
+def make() -> Callable[..., Session]:
+    def build(backwards: bool = False, plan: Any = None) -> Session:
+        ledger = Ledger(sqlite3.connect(":memory:"))
+        terms = {i: Terms(FACTS, 4, 1.0) for i in range(3)} | {FEDERATION: Terms(FACTS, None, 1.0)}
+        ledger.set_plan(
+            plan or {i: {training(terms[i]): 2} for i in range(3)} | {FEDERATION: {sums(): 2, sums(0.5): 2}}
+        )
+        SEEN.clear()
+        session = Session(
+            FACTS, terms, model=SPEC.build(), engine=InlineEngine(backwards), ledger=ledger, seed=0,
+            observe=lambda *seen: SEEN.append(seen),
+        )  # fmt: skip
+        session.begin(1)
+        return session
+
+    return build
+
+
+INPUTS = {"model": torch.zeros(6), "learning_rate": 0.1}
+PLAIN = INPUTS | {"local_epochs": 1, "batch_size": 2}
+
+
+def answering(value: Any) -> Task:
+    def task(members: Sequence[Member]) -> list[Reply]:
+        return [value if isinstance(value, Reply) else Reply(value)] * len(members)
+
+    return task
+
+
+# ---- ask -------------------------------------------------------------------------------------------
+
+
+def test_releases_come_in_order_and_are_posted(make: Callable[..., Session]) -> None:
+    session, other = make(), make(backwards=True)
+    clients = np.array([2, 0])
+    one = session.ask(local_update, clients, mechanism=training, shared=INPUTS)
+    two = other.ask(local_update, clients, mechanism=training, shared=INPUTS)
+    assert [set(reply) for reply in one] == [{"update"}] * 2
+    assert all(torch.equal(a["update"], b["update"]) for a, b in zip(one, two, strict=True))  # type: ignore[arg-type]
+    assert [(unit, request) for unit, request, *_ in session._ledger.entries()] == [
+        (0, "round 1, ask 1"),
+        (2, "round 1, ask 1"),
+    ]
+
+
+@pytest.mark.parametrize("leak", [torch.zeros(6), {"update": torch.zeros(6)}, 3.5, None])
+def test_an_unpriced_value_is_a_type_error(make: Callable[..., Session], leak: Any) -> None:
+    session = make()
+    with pytest.raises(TypeError, match="has no price"):
+        session.ask(answering(leak), FACTS.clients, mechanism=training, shared=INPUTS)
+    assert session._ledger.entries() == []
+
+
+def test_a_share_does_not_pass_through_ask(make: Callable[..., Session]) -> None:
+    share, _ = sums().share({"update": torch.ones(6)})
+    with pytest.raises(TypeError, match=r"answered with Share, which has no price"):
+        make().ask(answering(share), FACTS.clients, shared=INPUTS)
+
+
+def test_a_release_by_another_mechanism_than_asked_is_refused(make: Callable[..., Session]) -> None:
+    def cheaper(members: Sequence[Member]) -> list[Reply]:
+        weaker = NoisyTraining.epochs(4, 2, 1, clip_norm=1.0, noise_multiplier=0.01)
+        return [Reply(weaker.release(member)[0]) for member in members]
+
+    with pytest.raises(TypeError, match="released by"):
+        make().ask(cheaper, FACTS.clients, mechanism=training, shared=INPUTS)
+    with pytest.raises(TypeError, match="released by"):  # or by one where none was asked for
+        make().ask(cheaper, FACTS.clients, shared=INPUTS)
+
+
+def test_less_noise_than_planned_is_refused_before_anything_is_seen(make: Callable[..., Session]) -> None:
+    session = make()
+
+    def quieter(terms: Terms) -> NoisyTraining:
+        return NoisyTraining.epochs(4, 2, 1, clip_norm=1.0, noise_multiplier=terms.noise_multiplier / 2)
+
+    with pytest.raises(PrivacyError, match="was not planned"):
+        session.ask(local_update, FACTS.clients, mechanism=quieter, shared=INPUTS)
+    assert session._ledger.entries() == [] and SEEN == []
+
+
+def test_more_often_than_planned_is_refused(make: Callable[..., Session]) -> None:
+    session = make()
+    for _ in range(2):
+        session.ask(local_update, FACTS.clients, mechanism=training, shared=INPUTS)
+    with pytest.raises(PrivacyError, match="planned"):
+        session.ask(local_update, FACTS.clients, mechanism=training, shared=INPUTS)
+
+
+def test_kept_and_public_cost_nothing_and_public_is_noted(make: Callable[..., Session]) -> None:
+    session = make()
+    kept = session.ask(answering(Reply(Kept(), keep={"w": torch.ones(2)})), FACTS.clients)
+    assert kept == [{}, {}, {}] and torch.equal(session.personal[1]["w"], torch.ones(2))
+    public = session.ask(answering(Public({"size": 4}, "declared fact")), FACTS.clients)
+    assert public == [{"size": 4}] * 3
+    assert session._ledger.entries() == [] and session._ledger.declared() == [("task", "declared fact", 1)]
+
+
+def test_diagnostics_go_to_the_table_and_not_to_the_algorithm(make: Callable[..., Session]) -> None:
+    got = make().ask(answering(Reply(Kept(), diagnostics={"norm": 7.0})), np.array([1]))
+    assert got == [{}] and SEEN == [(1, "task", {"norm": 7.0})]
+
+
+def test_start_asks_nothing(make: Callable[..., Session]) -> None:
+    session = make()
+    session.round = 0
+    with pytest.raises(TypeError, match="start"):
+        session.ask(local_update, FACTS.clients, mechanism=training, shared=INPUTS)
+
+
+def test_a_client_sees_its_own_row_only(make: Callable[..., Session]) -> None:
+    def echo(members: Sequence[Member]) -> list[Reply]:
+        return [Reply(Public(dict(member.inputs), "from released values")) for member in members]
+
+    rows = torch.arange(4.0).reshape(2, 2)
+    got = make().ask(echo, FACTS.clients, each={"row": Pick(rows, np.array([1, 0, 1]))})
+    assert [reply["row"].tolist() for reply in got] == [[2, 3], [0, 1], [2, 3]]  # type: ignore[union-attr]
+
+
+# ---- sum -------------------------------------------------------------------------------------------
+
+
+def test_a_sum_is_one_event_whoever_was_drawn(make: Callable[..., Session]) -> None:
+    session = make()
+    noisy = session.sum(bounded_update, session.cohort(1.0), sums(), shared=PLAIN)
+    assert noisy["update"].shape == (6,)
+    entries = session._ledger.entries()
+    assert [(unit, request) for unit, request, *_ in entries] == [(FEDERATION, "round 1, sum 2")]
+
+
+def test_an_empty_cohort_is_noise_alone_and_is_posted(make: Callable[..., Session]) -> None:
+    session = make()
+    session._seed = next(s for s in range(100) if _drawn(session, s) == 0)
+    noisy = session.sum(bounded_update, session.cohort(0.5), sums(0.5), shared=PLAIN)
+    assert noisy["update"].abs().min() > 0 and len(session._ledger.entries()) == 1
+
+
+def _drawn(session: Session, seed: int) -> int:
+    session._seed = seed
+    session.begin(1)
+    count = len(session.cohort(0.5).clients)
+    session.begin(1)
+    return count
+
+
+def test_sums_do_not_depend_on_the_order_of_arrival(make: Callable[..., Session]) -> None:
+    one, two = make(), make(backwards=True)
+    a = one.sum(bounded_update, one.cohort(1.0), sums(), shared=PLAIN)
+    b = two.sum(bounded_update, two.cohort(1.0), sums(), shared=PLAIN)
+    assert torch.equal(a["update"], b["update"])
+
+
+def test_a_draw_may_be_summed_once(make: Callable[..., Session]) -> None:
+    session = make()
+    cohort = session.cohort(0.5)
+    session.sum(bounded_update, cohort, sums(0.5), shared=PLAIN)
+    with pytest.raises(TypeError, match="summed once"):
+        session.sum(bounded_update, cohort, sums(0.5), shared=PLAIN)
+
+
+def test_a_cohort_is_priced_at_the_rate_it_was_drawn_at(make: Callable[..., Session]) -> None:
+    session = make()
+    with pytest.raises(TypeError, match=r"drawn at 1\.0"):
+        session.sum(bounded_update, session.cohort(1.0), sums(0.5), shared=PLAIN)
+
+
+def test_only_shares_of_this_mechanism_are_summed(make: Callable[..., Session]) -> None:
+    session = make()
+    foreign, _ = sums(0.5).share({"update": torch.ones(6)})
+    for leak in (Kept(), Public({"update": torch.ones(6)}, "declared fact"), foreign, torch.ones(6)):
+        with pytest.raises(TypeError, match="has no price"):
+            session.sum(answering(leak), session.cohort(1.0), sums(), shared=PLAIN)
+    assert session._ledger.entries() == []
+
+
+# ---- digests ---------------------------------------------------------------------------------------
+
+
+def test_the_digest_tells_inputs_apart() -> None:
+    inputs: list[dict[str, Any]] = [
+        {},
+        {"a": 1},
+        {"a": 1.0},
+        {"a": True},
+        {"a": "1"},
+        {"b": 1},
+        {"a": torch.tensor([1.0])},
+        {"a": torch.tensor([[1.0]])},
+        {"a": torch.tensor([1.0], dtype=torch.float64)},
+        {"a": torch.tensor([1.0000001])},
+    ]
+    digests = {digest_of(local_update, given) for given in inputs}
+    assert len(digests) == len(inputs)
+    assert digest_of(local_update, {}) != digest_of(bounded_update, {})
