@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,11 +94,12 @@ class _Trial:
     def run(self, config: RunConfig) -> Outcome:
         return outcome(run_plan(make_plan(config), runs=self.folder).folder)
 
-    def store(self, plan: Plan) -> Store:
+    @contextmanager
+    def store(self, plan: Plan) -> Iterator[Store]:
         """An open folder in which `plan` has been promised."""
-        store = Store(Path(tempfile.mkdtemp(dir=self.folder)))
-        begin(plan, store)
-        return store
+        with Store(Path(tempfile.mkdtemp(dir=self.folder))) as store:
+            begin(plan, store)
+            yield store
 
 
 def outcome(folder: Path) -> Outcome:

@@ -72,7 +72,8 @@ class Ledger:
         with self.database:
             for unit, releases in planned.items():
                 counts = Counter({self._id(mechanism): count for mechanism, count in releases.items()})
-                self._plan[unit] = counts
+                if counts:
+                    self._plan[unit] = counts
                 self.database.executemany(
                     "INSERT INTO plan VALUES (?, ?, ?)", [(unit, m, count) for m, count in counts.items()]
                 )
