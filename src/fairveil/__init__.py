@@ -1,1 +1,44 @@
-"""Federated learning that is private, fair and personal."""
+"""Federated learning that is private, fair and personal.
+
+config = fairveil.load_config("run.toml")
+print(fairveil.make_plan(config).statement().sentence())   # what it will cost, before it is paid
+result = fairveil.start_run(config)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fairveil.config import RunConfig, load_config, make_config
+    from fairveil.errors import PrivacyError, RunFault, UserError
+    from fairveil.plan import Plan, make_plan
+    from fairveil.run import Interrupted, RunResult, resume_run, run_plan, start_run
+
+__all__ = [
+    "Interrupted",
+    "Plan",
+    "PrivacyError",
+    "RunConfig",
+    "RunFault",
+    "RunResult",
+    "UserError",
+    "load_config",
+    "make_config",
+    "make_plan",
+    "resume_run",
+    "run_plan",
+    "start_run",
+]
+_HOMES = ("errors", "config", "plan", "run")
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: a worker process, or `--help`, does not need all of it."""
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(f"fairveil.{home}")
+            if name in vars(module):
+                return vars(module)[name]
+    raise AttributeError(f"module 'fairveil' has no attribute {name!r}")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 app = typer.Typer(
     name="fairveil",
@@ -70,7 +71,7 @@ def plan(config: Config, settings: Settings = None, as_json: AsJson = False) -> 
     if as_json:
         _print_json(planned.to_json())
         return
-    statement = planned.statement({}, 0.0, complete=False)
+    statement = planned.statement()
     table = Table(title=f"{planned.config.name}: what will be sent", title_justify="left")
     for column in ("release", "times", "each"):
         table.add_column(column)
@@ -78,7 +79,7 @@ def plan(config: Config, settings: Settings = None, as_json: AsJson = False) -> 
         fewest, most = release.planned_per_unit
         table.add_row(release.kind, str(most) if fewest == most else f"{fewest} to {most}", release.what)
     out.print(table)
-    out.print(statement.sentence(), markup=False)
+    print_statement(statement)
 
 
 @app.command()
@@ -260,10 +261,18 @@ class RoundBar:
         self.bar.update(self.task, description="rounds", completed=report.round, total=report.rounds, note=note)
 
 
+def print_statement(statement: Any) -> None:
+    """The guarantee and what it rests on, a line each."""
+    table = Table.grid(padding=(0, 2))
+    for heading, text in statement.lines():
+        table.add_row(f"[bold]{heading}[/]", Text(text))
+    out.print(table)
+
+
 def print_result(result: Any) -> None:
     """The guarantee, the figures by group, the worst group, the folder."""
     metric, summary = result.main
-    out.print(f"\n{result.statement.sentence()}\n", markup=False)
+    print_statement(result.statement)
     table = Table(title=f"{result.algorithm}: {metric} by group", title_justify="left")
     table.add_column("group")
     table.add_column(metric, justify="right")

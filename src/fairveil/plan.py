@@ -81,7 +81,9 @@ class Plan:
         prices = _prices(posted.values(), self.config.privacy, accountant)
         return posted, max((found.epsilon for found in prices), default=0.0)
 
-    def statement(self, posted: Mapping[int, Releases], spent: float, *, complete: bool) -> Statement:
+    def statement(
+        self, posted: Mapping[int, Releases] | None = None, spent: float = 0.0, *, complete: bool = False
+    ) -> Statement:
         """The guarantee, with what has been posted so far."""
         public = {
             "client sizes": SIZES_PUBLIC[self.config.data.sizes],
@@ -93,7 +95,7 @@ class Plan:
             price=self.price,
             spent=spent,
             planned=[self.releases[unit] for unit in self.protected],
-            posted=[posted.get(unit, {}) for unit in self.protected],
+            posted=[(posted or {}).get(unit, {}) for unit in self.protected],
             trust=self.algorithm.trust,
             public=public | self.algorithm.public,
             complete=complete,
@@ -113,7 +115,7 @@ class Plan:
             "delta": self.price.delta,
             "noise_multiplier": {"smallest": min(noise), "largest": max(noise)},
             "units": [asdict(u) | {"epsilon": json_number(u.epsilon)} for u in units],
-            "statement": self.statement({}, 0.0, complete=False).to_json(),
+            "statement": self.statement().to_json(),
         }
 
 

@@ -45,23 +45,21 @@ class Statement:
     noise_source: str
     complete: bool  # whether all rounds are done
 
+    def lines(self) -> list[tuple[str, str]]:
+        """The guarantee and all that it rests on, as (heading, text)."""
+        public = "; ".join(f"{what} ({why})" for what, why in self.public.items())
+        return [
+            ("Guarantee", self._guarantee()),
+            ("Trusted", self.trust),
+            ("Sent", self._sent()),
+            ("Public", public),
+            ("Noise", self.noise_source),
+        ]
+
     def sentence(self) -> str:
-        """The guarantee in one paragraph."""
-        if math.isinf(self.epsilon):
-            return (
-                f"There is NO privacy guarantee (epsilon is infinite): something was sent without noise. "
-                f"Sent: {self._sent()}."
-            )
-        seen = "What a client sends" if self.unit == "record" else "What is published of the training"
-        whom = "one record of that client" if self.unit == "record" else "one client with all its records"
-        change = {"add-remove": "adding or removing", "replace": "replacing"}[self.adjacency]
-        return (
-            f"{seen} is ({rounded_up(self.epsilon)}, {self.delta:g})-differentially private for {change} {whom} "
-            f"({self.accountant.upper()} accountant, dp-accounting {self.accountant_version}). "
-            f"Trusted: {self.trust}. Sent: {self._sent()}. "
-            f"Taken as public: {'; '.join(f'{what} ({why})' for what, why in self.public.items())}. "
-            f"Noise: {self.noise_source}."
-        )
+        """The same in one paragraph."""
+        (_, guarantee), *rest = self.lines()
+        return " ".join([f"{guarantee}.", *(f"{heading}: {text}." for heading, text in rest)])
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; an infinite epsilon is the string "infinity"."""
@@ -69,13 +67,24 @@ class Statement:
         plain["epsilon"], plain["epsilon_spent"] = json_number(self.epsilon), json_number(self.epsilon_spent)
         return plain | {"sentence": self.sentence()}
 
+    def _guarantee(self) -> str:
+        if math.isinf(self.epsilon):
+            return "NONE (epsilon is infinite): something is sent without noise"
+        seen = "what a client sends" if self.unit == "record" else "what is published of the training"
+        whom = "one record of that client" if self.unit == "record" else "one client with all its records"
+        change = {"add-remove": "adding or removing", "replace": "replacing"}[self.adjacency]
+        return (
+            f"{seen} is ({rounded_up(self.epsilon)}, {self.delta:g})-differentially private for {change} {whom} "
+            f"({self.accountant.upper()} accountant of dp-accounting {self.accountant_version})"
+        )
+
     def _sent(self) -> str:
         by = "by each client" if self.unit == "record" else "by the federation"
         parts = []
         for release in self.releases:
             fewest, most = release.planned_per_unit
             count = str(most) if fewest == most else f"{fewest} to {most}"
-            parts.append(f"{count} x {release.kind} {by}, each {release.what}")
+            parts.append(f"{count} times a {release.kind} {by}, each {release.what}")
         return "; ".join(parts) or "nothing"
 
 

@@ -1,0 +1,65 @@
+"""What the documents show is run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import fairveil
+from fairveil.contract import check_algorithm
+
+ROOT = Path(__file__).parents[1]
+
+
+def block(document: str, language: str, number: int = 0) -> str:
+    """A fenced block of a document."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)[number]
+
+
+@pytest.fixture
+def momentum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The algorithm of the document, saved as it says, in a folder of its own."""
+    code = block("docs/your-own-algorithm.md", "python")
+    (tmp_path / "momentum.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "momentum", raising=False)
+    return code
+
+
+def test_your_own_algorithm_has_fewer_than_30_lines(momentum: str) -> None:
+    assert len([line for line in momentum.splitlines() if line.strip()]) < 30
+
+
+def test_your_own_algorithm_keeps_the_contract(momentum: str) -> None:
+    results = check_algorithm("momentum:Momentum")
+    assert [result for result in results if not result.passed] == []
+
+
+def test_your_own_algorithm_runs_from_a_config(momentum: str) -> None:
+    (Path("own.toml")).write_text(
+        (ROOT / "examples/digits/global.toml").read_text().split("[algorithm]")[0]
+        + block("docs/your-own-algorithm.md", "toml")
+        + "rounds = 8\nlearning_rate = 1.0\n[privacy]\nepsilon = 8.0\ndelta = 1e-3\n[engine]\nworkers = 1\n"
+    )
+    result = fairveil.start_run(fairveil.load_config(Path("own.toml")))
+    assert result.metrics["accuracy"].mean > 0.4  # ten classes: it has learned
+
+
+def test_the_readme_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = block("README.md", "python").replace("examples/", f"{ROOT}/examples/")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    printed = capsys.readouterr().out
+    assert "differentially private" in printed and "worst" in printed
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.toml")), ids=lambda path: path.stem)
+def test_every_example_can_be_planned(path: Path) -> None:
+    plan = fairveil.make_plan(fairveil.load_config(path))
+    assert 0 < plan.price.epsilon <= 8.0
