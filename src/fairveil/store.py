@@ -227,6 +227,7 @@ class Store:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._lock.close()
             raise UserError(
                 f"{self.folder} is in use.",
                 "Another process is running this run; two at once would spend its budget twice.",

@@ -1,0 +1,118 @@
+"""The command line: what it prints, and where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairveil import cli
+
+Fairveil = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def fairveil(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Fairveil:
+    """Call the command in this process, in an empty folder: exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["fairveil", *arguments])
+        monkeypatch.setattr(cli, "out", cli.Console(highlight=False, width=300))
+        monkeypatch.setattr(cli, "err", cli.Console(highlight=False, width=300, stderr=True))
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(stopped.value.code or 0), printed.out, printed.err
+
+    return call
+
+
+def one_object(text: str) -> Any:
+    assert text.count("\n") == 1
+    return json.loads(text)
+
+
+SMALL = ("--set", "algorithm.rounds=3", "--set", "engine.workers=1")
+
+
+def test_new_plan_run_list(fairveil: Fairveil) -> None:
+    code, out, _ = fairveil("new")
+    assert code == 0 and "fairveil plan fairveil.toml" in out
+    code, out, _ = fairveil("plan", "fairveil.toml")
+    assert code == 0 and "differentially private" in out and "noise multiplier" in out and not Path("runs").exists()
+    code, out, _ = fairveil("run", "fairveil.toml", *SMALL)
+    assert code == 0
+    for words in ("differentially private", "accuracy by group", "Worst group:", "Run folder: runs/fairveil-"):
+        assert words in out
+    code, out, _ = fairveil("list", "runs")
+    assert code == 0 and "finished" in out
+
+
+def test_json_is_one_object_on_standard_output(fairveil: Fairveil) -> None:
+    fairveil("new", "--example", "oracle")
+    code, out, _ = fairveil("plan", "fairveil.toml", "--json", *SMALL)
+    plan = one_object(out)
+    assert code == 0 and plan["algorithm"] == "oracle" and plan["clients"] == 10 and len(plan["units"]) == 10
+    assert plan["statement"]["releases"][0]["planned_per_unit"] == [3, 3]
+    code, out, _ = fairveil("run", "fairveil.toml", "--json", *SMALL)
+    run = one_object(out)
+    assert code == 0 and Path(run["run"]).is_dir() and run["rounds"] == 3
+    assert run["epsilon"] == plan["epsilon"] and run["delta"] == 1e-3
+    assert {"mean", "worst", "by_group"} <= set(run["accuracy"])
+    code, out, _ = fairveil("run", run["run"], "--resume", "--json")
+    assert one_object(out) == run
+
+
+@pytest.mark.parametrize("what", ["algorithms", "models", "datasets"])
+def test_lists(fairveil: Fairveil, what: str) -> None:
+    code, out, _ = fairveil("list", what, "--json")
+    rows = one_object(out)
+    assert code == 0 and all(row["name"] and row["what"] for row in rows) and len(rows) >= 4
+
+
+ACCOUNT = ("account", "--records", "2286", "--batch", "32", "--rounds", "200", "--delta", "1e-4", "--full-first-round")
+
+
+@pytest.mark.parametrize(
+    ("options", "noise"),
+    [  # the specification's table, from an independent computation
+        (("--epsilon", "5", "--accountant", "rdp"), 1.7889),
+        (("--epsilon", "5", "--accountant", "pld"), 1.6732),
+        (("--epsilon", "2"), 3.4571),
+        (("--epsilon", "5", "--first-round-factor", "4"), 1.518),
+    ],
+)
+def test_account_solves_the_noise(fairveil: Fairveil, options: tuple[str, ...], noise: float) -> None:
+    code, out, err = fairveil(*ACCOUNT, *options, "--json")
+    answer = one_object(out)
+    assert code == 0 and err == ""
+    assert set(answer) == {"noise_multiplier", "epsilon", "delta", "accountant", "adjacency"}
+    assert answer["noise_multiplier"] == pytest.approx(noise, rel=5e-3)
+    assert answer["epsilon"] <= float(options[1])
+
+
+def test_account_prices_a_noise(fairveil: Fairveil) -> None:
+    code, out, _ = fairveil(*ACCOUNT, "--noise-multiplier", "1.6732", "--json")
+    answer = one_object(out)
+    assert code == 0 and answer["epsilon"] == pytest.approx(5.0, rel=5e-3) and answer["accountant"] == "pld"
+    code, out, _ = fairveil(*ACCOUNT, "--noise-multiplier", "0", "--json")
+    assert one_object(out)["epsilon"] == "infinity"
+
+
+def test_account_with_selections_needs_more_noise(fairveil: Fairveil) -> None:
+    """20 choices at epsilon 0.1 are zCDP of 20 * 0.01 / 8 = 0.025: less than a basic composition's 2 would leave."""
+    plain = one_object(fairveil(*ACCOUNT, "--epsilon", "5", "--json")[1])["noise_multiplier"]
+    choices = ("--select-rounds", "20", "--select-epsilon", "0.1")
+    both = one_object(fairveil(*ACCOUNT, "--epsilon", "5", *choices, "--json")[1])["noise_multiplier"]
+    rest = one_object(fairveil(*ACCOUNT, "--epsilon", "3", "--json")[1])["noise_multiplier"]
+    assert plain < both < rest
+
+
+def test_check_prints_every_clause(fairveil: Fairveil) -> None:
+    code, out, _ = fairveil("check", "global", "--json")
+    answer = one_object(out)
+    assert code == 0 and answer["passed"] is True and len(answer["checks"]) == 7

@@ -1,0 +1,259 @@
+"""Plans, statements, and whole runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from safetensors.torch import load_file
+
+import fairveil
+from fairveil.config import make_config
+from fairveil.contract import differ, outcome
+from fairveil.errors import PrivacyError, UserError
+from fairveil.plan import Schedule, make_plan
+from fairveil.privacy.ledger import FEDERATION
+from fairveil.run import RoundReport, begin, drive, resume_run, run_plan
+from fairveil.store import Store
+
+CLIENT_LEVEL = {"name": "dp-fedavg", "rounds": 4, "sample_rate": 0.5}
+
+
+# ---- plan ------------------------------------------------------------------------------------------
+
+
+def test_a_plan_declares_every_release_of_every_client(small: dict[str, Any]) -> None:
+    """1,438 digits over 5 clients: 287 or 288 records, both declared as 287 = floor(10^(59/24))."""
+    plan = make_plan(make_config(small))
+    assert plan.facts.size.tolist() == [287] * 5 and plan.protected == [0, 1, 2, 3, 4]
+    z = plan.units[0].noise_multiplier
+    step = PoissonSampledDpEvent(64 / 287, GaussianDpEvent(z))
+    for unit in plan.protected:
+        ((mechanism, count),) = plan.releases[unit].items()
+        assert mechanism.event == SelfComposedDpEvent(step, 5) and count == 4  # ceil(287 / 64) steps, 4 rounds
+    assert 7.9 < plan.price.epsilon <= 8.0
+
+
+def test_client_level_privacy_has_one_ledger(small: dict[str, Any]) -> None:
+    plan = make_plan(make_config(small | {"algorithm": CLIENT_LEVEL}))
+    assert plan.protected == [FEDERATION]
+    ((mechanism, count),) = plan.releases[FEDERATION].items()
+    assert mechanism.event == PoissonSampledDpEvent(0.5, GaussianDpEvent(plan.units[0].noise_multiplier)) and count == 4
+
+
+def test_a_given_noise_is_priced(small: dict[str, Any]) -> None:
+    plan = make_plan(make_config(small))
+    again = make_plan(
+        make_config(small | {"privacy": {"noise_multiplier": plan.units[0].noise_multiplier, "delta": 1e-3}})
+    )
+    assert again.price == plan.price
+
+
+def test_replace_needs_more_noise(small: dict[str, Any]) -> None:
+    add_remove, replace = (
+        make_plan(make_config(small | {"privacy": small["privacy"] | {"adjacency": adjacency}}))
+        for adjacency in ("add-remove", "replace")
+    )
+    ratio = replace.units[0].noise_multiplier / add_remove.units[0].noise_multiplier
+    assert 1.05 < ratio <= 2  # a record moves the sum by up to 2c; with little noise sampling hides part of it
+
+
+@pytest.mark.parametrize(("sizes", "declared"), [("public", [288, 288, 288, 287, 287]), ("rounded", [287] * 5)])
+def test_sizes_are_declared(small: dict[str, Any], sizes: str, declared: list[int]) -> None:
+    plan = make_plan(make_config(small | {"data": small["data"] | {"sizes": sizes}}))
+    assert sorted(plan.facts.size.tolist(), reverse=True) == declared
+    assert ("exact" if sizes == "public" else "rounded down") in plan.statement().public["client sizes"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "delta", "count"), [({"name": "global"}, 0.004, "287 records"), (CLIENT_LEVEL, 0.2, "5 clients")]
+)
+def test_delta_must_stay_below_one_over_n(small: dict[str, Any], algorithm: Any, delta: float, count: str) -> None:
+    config = make_config(small | {"algorithm": algorithm, "privacy": {"epsilon": 8.0, "delta": delta}})
+    with pytest.raises(UserError, match=f"privacy.delta = {delta} is too large") as error:
+        make_plan(config)
+    assert count in error.value.why
+
+
+def test_the_schedule_of_account_is_that_of_a_run(small: dict[str, Any]) -> None:
+    plan = make_plan(make_config(small))
+    z = plan.units[0].noise_multiplier
+    ((event, count),) = Schedule(records=287, batch=64, rounds=4).events(z).items()
+    ((mechanism, planned),) = plan.releases[0].items()
+    assert (event, count) == (mechanism.event, planned)
+
+
+# ---- statement -------------------------------------------------------------------------------------
+
+
+def test_the_statement_says_what_was_done(small: dict[str, Any], runs: Path) -> None:
+    result = run_plan(make_plan(make_config(small)), runs=runs)
+    text = result.statement.sentence()
+    for words in (
+        "differentially private for adding or removing one record of that client",
+        "PLD accountant of dp-accounting",
+        "0.001",
+        "nobody",
+        "4 times a model update by each client",
+        "client sizes",
+        "whoever knows the seed can remove the noise",
+    ):
+        assert words in text
+    saved = json.loads((result.folder / "statement.json").read_text())
+    assert saved["unit"] == "record" and saved["adjacency"] == "add-remove" and saved["complete"] is True
+    assert saved["releases"][0]["planned_per_unit"] == saved["releases"][0]["posted_per_unit"] == [4, 4]
+    assert saved["epsilon"] == saved["epsilon_spent"] == result.statement.epsilon
+
+
+def test_the_printed_epsilon_is_never_below_the_proved_one(small: dict[str, Any]) -> None:
+    plan = make_plan(make_config(small))
+    text = plan.statement().sentence()
+    printed = float(text.split("is (")[1].split(",")[0])
+    assert plan.price.epsilon <= printed <= plan.price.epsilon + 0.001
+
+
+def test_client_level_statement_names_the_trusted_server(small: dict[str, Any]) -> None:
+    text = make_plan(make_config(small | {"algorithm": CLIENT_LEVEL})).statement().sentence()
+    assert "one client with all its records" in text and "Trusted: the server" in text
+    assert "4 times a noisy sum over a cohort by the federation" in text
+
+
+def test_without_noise_no_number_is_claimed(small: dict[str, Any], runs: Path) -> None:
+    config = make_config(small | {"privacy": {"noise_multiplier": 0.0, "delta": 1e-3}})
+    result = run_plan(make_plan(config), runs=runs)
+    assert math.isinf(result.statement.epsilon) and "NONE (epsilon is infinite)" in result.statement.sentence()
+    assert result.to_json()["epsilon"] == "infinity"
+    json.dumps(result.to_json(), allow_nan=False)
+
+
+# ---- runs ------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_a_whole_folder(small: dict[str, Any], runs: Path) -> None:
+    reports: list[RoundReport] = []
+    result = run_plan(make_plan(make_config(small)), runs=runs, progress=reports.append)
+    names = {str(path.relative_to(result.folder)) for path in result.folder.rglob("*") if path.is_file()}
+    assert {"config.toml", "run.sqlite", "statement.json", "result.json", "models/served.safetensors"} <= names
+    assert not [name for name in names if name.endswith(".part")]
+    assert [report.round for report in reports] == [1, 2, 3, 4]
+    spent = [report.epsilon_spent for report in reports]
+    assert spent == sorted(spent) and 0 < spent[0] < spent[-1] <= reports[0].epsilon
+    served = load_file(result.folder / "models/served.safetensors")
+    state = outcome(result.folder).checkpoint.state["model"]
+    assert torch.equal(torch.cat([served["0/1.weight"].reshape(-1), served["0/1.bias"]]), state)
+
+
+def test_the_result_has_what_people_ask_for(small: dict[str, Any], runs: Path) -> None:
+    result = run_plan(make_plan(make_config(small)), runs=runs).to_json()
+    assert {"run", "algorithm", "rounds", "seconds", "epsilon", "delta", "accuracy", "loss"} <= set(result)
+    assert set(result["accuracy"]["by_group"]) == {"0°", "90°"}
+    by_group = result["accuracy"]["by_group"]
+    assert result["accuracy"]["mean"] == pytest.approx((2 * by_group["0°"] + 3 * by_group["90°"]) / 5)
+    assert result["accuracy"]["worst"] <= min(by_group.values())
+
+
+def test_a_regression_reports_rmse(small: dict[str, Any], runs: Path) -> None:
+    data = {"dataset": "linear-clusters", "options": {"clients": [3, 3], "records": 60}}
+    algorithm = {"name": "oracle", "rounds": 20, "learning_rate": 0.2, "batch_size": 60}
+    privacy = {"noise_multiplier": 0.0, "clip_norm": math.inf, "delta": 1e-3}
+    config = make_config(
+        small | {"data": data, "model": {"name": "linear"}, "algorithm": algorithm, "privacy": privacy}
+    )
+    name, summary = run_plan(make_plan(config), runs=runs).main
+    assert name == "rmse" and summary.mean < 0.6  # the noise is U[0, 1): the best linear model has sqrt(1/12) = 0.29
+
+
+def test_evaluation_can_be_rarer_but_the_last_round_is_always_evaluated(small: dict[str, Any], runs: Path) -> None:
+    result = run_plan(make_plan(make_config(small | {"metrics": {"every": 3}})), runs=runs)
+    with Store(result.folder) as store:
+        rounds = store.database.execute("SELECT DISTINCT round FROM metrics WHERE metric = 'accuracy'").fetchall()
+    assert rounds == [(3,), (4,)]
+
+
+def test_two_seeds_differ(small: dict[str, Any], runs: Path) -> None:
+    one, two = (outcome(run_plan(make_plan(make_config(small | {"seed": s})), runs=runs).folder) for s in (0, 1))
+    assert differ(one, two)
+
+
+def test_a_finished_run_gives_its_result_again(small: dict[str, Any], runs: Path) -> None:
+    result = run_plan(make_plan(make_config(small)), runs=runs)
+    before = outcome(result.folder)
+    again = resume_run(result.folder)
+    assert again.to_json() == result.to_json() and differ(before, outcome(result.folder)) is None
+
+
+def test_resume_by_config_finds_the_newest_run_of_it(small: dict[str, Any], runs: Path, tmp_path: Path) -> None:
+    config = make_config(small)
+    result = run_plan(make_plan(config), runs=runs)
+    path = tmp_path / "config.toml"
+    path.write_text(config.to_toml())
+    assert resume_run(path, runs=runs).folder == result.folder
+    path.write_text(make_config(small | {"seed": 5}).to_toml())
+    with pytest.raises(UserError, match="no run of this config"):
+        resume_run(path, runs=runs)
+
+
+def test_a_resumed_run_never_recalibrates(small: dict[str, Any], runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_plan(make_plan(make_config(small)), runs=runs)
+
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("calibrated anew")
+
+    monkeypatch.setattr("fairveil.plan.calibrate_many", forbidden)
+    assert resume_run(result.folder).statement == result.statement
+
+
+def test_a_changed_promise_is_refused(small: dict[str, Any], runs: Path) -> None:
+    """A folder planned for 4 rounds, and a config that has since been edited to 5."""
+    folder = run_plan(make_plan(make_config(small)), runs=runs).folder
+    text = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(text.replace("rounds = 4", "rounds = 5"))
+    with pytest.raises(PrivacyError, match="no longer those that were planned"):
+        resume_run(folder)
+
+
+def test_changed_inputs_are_refused(small: dict[str, Any], runs: Path) -> None:
+    """Half a run, then another learning rate: the ledger knows the inputs of every request."""
+    plan = make_plan(make_config(small))
+    with Store(runs) as store:
+        begin(plan, store)
+        drive(plan, store)
+        for checkpoint in (runs / "checkpoints").iterdir():
+            checkpoint.unlink()
+    other = make_config(small | {"algorithm": small["algorithm"] | {"learning_rate": 0.7}})
+    with Store(runs) as store, pytest.raises(PrivacyError, match="answered before with other inputs"):
+        drive(make_plan(other), store)
+
+
+def test_diverging_training_is_said(small: dict[str, Any], runs: Path) -> None:
+    privacy = {"noise_multiplier": 0.0, "clip_norm": math.inf, "delta": 1e-3}
+    data = {"dataset": "linear-clusters", "options": {"clients": [2, 2], "records": 60}}
+    algorithm = {"name": "global", "rounds": 40, "learning_rate": 1e6, "batch_size": 60}
+    config = make_config(
+        small | {"privacy": privacy, "data": data, "model": {"name": "linear"}, "algorithm": algorithm}
+    )
+    with pytest.raises(UserError, match="no longer finite") as error:
+        run_plan(make_plan(config), runs=runs)
+    assert "learning_rate" in error.value.fix
+
+
+def test_records_that_lie_are_not_trusted(small: dict[str, Any]) -> None:
+    """Sampling rates are computed from declared sizes; a source that loads another number is refused."""
+    federation = make_config(small).build_federation()
+    with pytest.raises(ValueError, match="client 0 loads 288 records"):
+        object.__setattr__(federation, "size", federation.size + 1)
+        federation.load(0)
+
+
+def test_the_python_interface_is_what_it_says() -> None:
+    for name in fairveil.__all__:
+        assert getattr(fairveil, name)
+    with pytest.raises(AttributeError):
+        _ = fairveil.nonsense
+    assert np.isfinite(fairveil.make_plan(fairveil.load_config(Path("examples/digits/global.toml"))).price.epsilon)
