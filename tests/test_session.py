@@ -16,7 +16,7 @@ from fairveil.models import ModelSpec
 from fairveil.privacy.ledger import FEDERATION, Ledger
 from fairveil.privacy.mechanisms import CohortSums, NoisyTraining, Part
 from fairveil.privacy.release import Kept, Public, Reply
-from fairveil.session import Facts, Job, Member, Pick, Session, Task, Terms, digest_of
+from fairveil.session import Cohort, Facts, Job, Member, Pick, Session, Task, Terms, digest_of
 from fairveil.tasks import bounded_update, local_update
 
 SPEC = ModelSpec("logistic", (2,), 2)  # 6 parameters
@@ -208,8 +208,21 @@ def test_a_draw_may_be_summed_once(make: Callable[..., Session]) -> None:
     session = make()
     cohort = session.cohort(0.5)
     session.sum(bounded_update, cohort, sums(0.5), shared=PLAIN)
-    with pytest.raises(TypeError, match="summed once"):
+    with pytest.raises(TypeError, match="only once"):
         session.sum(bounded_update, cohort, sums(0.5), shared=PLAIN)
+
+
+def test_a_cohort_made_by_hand_or_of_an_earlier_round_is_refused(make: Callable[..., Session]) -> None:
+    """A chosen client is not a random draw: amplification by sampling would be claimed for nothing."""
+    session = make()
+    drawn = session.cohort(0.5)
+    for cohort in (Cohort(np.array([0]), 0.5, "mine"), Cohort(np.array([0]), 0.5, drawn.draw)):
+        with pytest.raises(TypeError, match="this session drew"):
+            session.sum(bounded_update, cohort, sums(0.5), shared=PLAIN)
+    session.begin(2)
+    with pytest.raises(TypeError, match="in this round"):
+        session.sum(bounded_update, drawn, sums(0.5), shared=PLAIN)
+    assert session._ledger.entries() == []
 
 
 def test_a_cohort_is_priced_at_the_rate_it_was_drawn_at(make: Callable[..., Session]) -> None:

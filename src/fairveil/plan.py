@@ -82,20 +82,27 @@ class Plan:
         return posted, max((found.epsilon for found in prices), default=0.0)
 
     def statement(
-        self, posted: Mapping[int, Releases] | None = None, spent: float = 0.0, *, complete: bool = False
+        self,
+        posted: Mapping[int, Releases] | None = None,
+        spent: float = 0.0,
+        declared: Sequence[tuple[str, str, int]] = (),
+        *,
+        complete: bool = False,
     ) -> Statement:
-        """The guarantee, with what has been posted so far."""
+        """The guarantee, with what has been posted and declared public so far."""
         public = {
             "client sizes": SIZES_PUBLIC[self.config.data.sizes],
             "number of clients, shape of a record, classes": "declared",
             "hyper-parameters and clip norm": "given in the config; tuning them on private data is not priced",
         }
+        public |= {f"what {task} answers ({count} requests)": reason for task, reason, count in declared}
+        by_size = sorted(self.protected, key=lambda unit: self.terms[unit].size or 0)
         return make_statement(
             unit=self.algorithm.unit,
             price=self.price,
             spent=spent,
-            planned=[self.releases[unit] for unit in self.protected],
-            posted=[(posted or {}).get(unit, {}) for unit in self.protected],
+            planned=[self.releases[unit] for unit in by_size],
+            posted=[(posted or {}).get(unit, {}) for unit in by_size],
             trust=self.algorithm.trust,
             public=public | self.algorithm.public,
             complete=complete,

@@ -222,7 +222,7 @@ def _evaluate(plan: Plan, session: Session, engine: LocalEngine, state: object) 
 def _finish(plan: Plan, store: Store) -> RunResult:
     """The statement and the result of a run whose rounds are all done."""
     posted, spent = plan.spent(store.ledger, plan.config.privacy.accountant)
-    statement = plan.statement(posted, spent, complete=True)
+    statement = plan.statement(posted, spent, store.ledger.declared(), complete=True)
     store.write("statement.json", json.dumps(statement.to_json(), indent=2).encode())
     metrics, _ = _summaries(plan, store)
     name = plan.config.algorithm.name

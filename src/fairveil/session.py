@@ -151,12 +151,12 @@ class Session:
         self.personal: dict[int, Mapping[str, Tensor]] = {}
         self._engine, self._ledger, self._seed, self._observe = engine, ledger, seed, observe
         self._asked = 0
-        self._summed: set[str] = set()
+        self._drawn: dict[str, Cohort] = {}  # the cohorts of this round that have not been summed yet
 
     def begin(self, number: int) -> None:
         """Start a round (from 1); for the runner."""
         self.round, self._asked = number, 0
-        self._summed.clear()
+        self._drawn.clear()
 
     def stream(self, purpose: str) -> Stream:
         """Randomness for the server itself, anew each round."""
@@ -175,7 +175,8 @@ class Session:
         """Draw every client independently with probability `sample_rate`: a new draw at each call."""
         draw = self._next("cohort")
         drawn = Stream(self._seed, draw).coins(len(self.facts.size), sample_rate)
-        return Cohort(drawn.numpy(), sample_rate, draw)
+        self._drawn[draw] = Cohort(drawn.numpy(), sample_rate, draw)
+        return self._drawn[draw]
 
     def ask(
         self,
@@ -242,11 +243,14 @@ class Session:
             PrivacyError: not planned, or a draw summed twice.
         """
         shared = shared or {}
-        if cohort.draw in self._summed:
-            raise TypeError("a cohort may be summed once: put all that is needed of it in one CohortSums")
+        if self._drawn.get(cohort.draw) is not cohort:
+            raise TypeError(
+                "only a cohort that this session drew in this round can be summed, and only once: the price is that of "
+                "a random draw; put all that is needed of one draw into one CohortSums"
+            )
         if cohort.sample_rate != mechanism.sample_rate:
             raise TypeError(f"cohort drawn at {cohort.sample_rate}, mechanism priced at {mechanism.sample_rate}")
-        self._summed.add(cohort.draw)
+        del self._drawn[cohort.draw]
         calls = [Call(int(i), {}, mechanism, self.personal.get(int(i), {})) for i in cohort.clients]
         job = Job(task, self._next("sum"), shared, calls)
         exact, replies = mechanism.zero(), {}

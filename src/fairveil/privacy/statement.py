@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -15,6 +14,10 @@ from fairveil.privacy.mechanisms import Mechanism
 NOISE_SOURCE = (
     "reproducible, derived from the run's seed: right for a simulation, but whoever knows the seed can remove the noise"
 )
+NOT_COVERED = (
+    "the metrics of this run, which are computed from the clients' records without noise, and the fingerprint of the "
+    "data: keep the run folder as you keep the data, and publish models only"
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class ReleaseKind:
     """One kind of release: how often one unit makes it, planned and posted, over all units."""
 
     kind: str
-    what: str  # one application in words; the noisiest and the least noisy where units differ
+    what: str  # one application in words; for the smallest and the largest unit where they differ
     planned_per_unit: tuple[int, int]  # fewest and most over units
     posted_per_unit: tuple[int, int]
 
@@ -43,6 +46,7 @@ class Statement:
     releases: tuple[ReleaseKind, ...]
     public: Mapping[str, str]  # what was taken as public, and why
     noise_source: str
+    not_covered: str
     complete: bool  # whether all rounds are done
 
     def lines(self) -> list[tuple[str, str]]:
@@ -54,6 +58,7 @@ class Statement:
             ("Sent", self._sent()),
             ("Public", public),
             ("Noise", self.noise_source),
+            ("Not covered", self.not_covered),
         ]
 
     def sentence(self) -> str:
@@ -104,7 +109,7 @@ def make_statement(
     Args:
         price: of the plan, the largest over units.
         spent: epsilon of what was posted, the largest over units.
-        planned, posted: by unit, in the same order.
+        planned, posted: by unit, in the same order, the smallest unit first.
     """
     kinds = sorted({mechanism.kind for releases in planned for mechanism in releases})
     return Statement(
@@ -120,6 +125,7 @@ def make_statement(
         releases=tuple(_kind(kind, planned, posted) for kind in kinds),
         public=dict(public),
         noise_source=NOISE_SOURCE,
+        not_covered=NOT_COVERED,
         complete=complete,
     )
 
@@ -131,10 +137,16 @@ def _kind(
         totals = [sum(n for m, n in releases.items() if m.kind == kind) for releases in by_unit]
         return min(totals), max(totals)
 
-    texts = Counter(m.describe() for releases in planned for m in releases if m.kind == kind)
-    ordered = sorted(texts)
-    what = ordered[0] if len(ordered) == 1 else f"from ({ordered[0]}) to ({ordered[-1]})"
+    texts = [text for releases in planned if (text := _in_words(kind, releases))]
+    what = texts[0] if texts[0] == texts[-1] else f"{texts[0]} (the smallest) to {texts[-1]} (the largest)"
     return ReleaseKind(kind, what, counts(planned), counts(posted))
+
+
+def _in_words(kind: str, releases: Mapping[Mechanism, int]) -> str:
+    of_kind = {m: n for m, n in releases.items() if m.kind == kind}
+    if len(of_kind) == 1:
+        return next(iter(of_kind)).describe()
+    return " and ".join(f"{n} of {m.describe()}" for m, n in of_kind.items())
 
 
 def rounded_up(epsilon: float) -> str:
