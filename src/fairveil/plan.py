@@ -159,13 +159,13 @@ def _solve(algorithm: Algorithm[Any], units: Sequence[Terms], privacy: PrivacyCo
     def events_of(terms: Terms) -> Callable[[float], Counter[DpEvent]]:
         return lambda z: _events(algorithm.releases(replace(terms, noise_multiplier=z)))
 
-    requests = {at: events_of(terms) for at, terms in enumerate(units)}
-    noisy = {at: events for at, events in requests.items() if events(1.0) != events(2.0)}
+    requests = {terms.size: events_of(terms) for terms in units}  # units of one size need the same noise
+    noisy = {size: events for size, events in requests.items() if events(1.0) != events(2.0)}
     found = calibrate_many(
-        list(noisy.values()), privacy.epsilon, privacy.delta, adjacency=privacy.adjacency, accountant=privacy.accountant
+        noisy.values(), privacy.epsilon, privacy.delta, adjacency=privacy.adjacency, accountant=privacy.accountant
     )
     solved = dict(zip(noisy, found, strict=True))
-    return [solved.get(at, 0.0) for at in requests]  # a unit that releases nothing has no noise to solve
+    return [solved.get(terms.size, 0.0) for terms in units]  # a unit that releases nothing has no noise to solve
 
 
 def protected_units(algorithm: Algorithm[Any], facts: Facts) -> list[int]:

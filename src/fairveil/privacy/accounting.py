@@ -266,13 +266,13 @@ def _rdp_epsilon(what: _Composition, delta: float) -> float:
     def walk(log_orders: list[float]) -> float:
         best = log_orders[0]
         for log_order in log_orders[1:]:
-            if bound(log_order) <= bound(best):
+            if bound(log_order) < bound(best):
                 best = log_order
             elif bound(best) < math.inf:
                 break
         return best
 
-    best = walk([float(k) for k in range(-4, 15)])
+    best = walk([float(k) for k in range(-4, 12)])
     for step in (0.2, 0.04):
         best = walk([best + k * step for k in range(-5, 6)])
     return bound(best)
@@ -304,11 +304,16 @@ def _pld_epsilon(what: _Composition, delta: float, adjacency: Adjacency) -> floa
     for direction in directions:
         kinds = _steps(what, direction, math.log(spare / steps))
         interval = _interval(kinds)
+        if not interval < 1:  # losses of 100,000 and more: no number means anything, and floats overflow
+            return math.inf
         pmfs = []
         for kind in kinds:
             low, high = math.floor(kind.low / interval), math.ceil(kind.high / interval)
             deltas = kind.curve(np.arange(low, high + 1, dtype=np.float64) * interval)
             pmf = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, deltas)
+            # Where steps are so small that rounding makes up mass, sums of them would be all rounding.
+            if kind.times * (pmf.get_delta_for_epsilon(-math.inf) - 1) > 1:
+                return math.inf
             pmfs.append(_repeat(pmf.to_dense_pmf(), kind, spare))
         pmf = functools.reduce(lambda a, b: a.compose(b, spare), pmfs)
         epsilon = max(epsilon, float(pmf.get_epsilon_for_delta(target)))
@@ -388,13 +393,17 @@ def _interval(kinds: Sequence[_Step]) -> float:
 
     Rounding a loss to its two neighbours on the grid adds h^2/6 to the variance of each step, and epsilon grows by
     no more than the share of that in the whole: we allow 1e-3 (about 0.06% of epsilon). A fixed grid would be far
-    too coarse for many small steps, and needlessly fine for few large ones.
+    too coarse for many small steps, and needlessly fine for few large ones. Losses of selections are bounded, so
+    that the tail is made by the other steps: they hardly count.
     """
+    steps = sum(kind.times for kind in kinds)
     variance = sum(kind.times * kind.variance * (1e-4 if kind.high == -kind.low else 1) for kind in kinds)
-    coarsest = math.sqrt(6e-3 * variance / sum(kind.times for kind in kinds))
     width = sum(kind.high - kind.low + 17 * math.sqrt(kind.times * kind.variance) for kind in kinds)
-    # 20,000 points cost next to nothing; half a million is what a second or two and 200 MB allow.
-    return max(min(coarsest, width / 20_000), width / 500_000)
+    widest = max(kind.high - kind.low for kind in kinds)
+    # 20,000 points cost next to nothing. The upper limits are what a second and 300 MB allow; the lowest interval
+    # is that where rounding (1e-16 a point) would begin to make up mass.
+    finest = max(width / 500_000, widest / 100_000, 1e-12 * steps)
+    return max(finest, min(width / 20_000, math.sqrt(6e-3 * variance / steps)))
 
 
 # The least noise ----------------------------------------------------------------------------------------------
