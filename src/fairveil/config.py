@@ -244,15 +244,17 @@ def _without_none(values: Any) -> Any:
 
 
 TEMPLATE = """\
-# A fairveil run. What is left out has the value shown here. Check and price it without training: fairveil plan {path}
+# A fairveil run. Check and price it without training: fairveil plan {path}
+# Needed: data.dataset, model.name, algorithm.name, privacy.delta, and privacy.epsilon or privacy.noise_multiplier.
+# Whatever else is left out has the value shown here; a dataset without a split is cut as suits it.
 schema_version = 1
-name = "{name}"                 # the run folder is called runs/<name>-<time>
+name = "{name}"
 seed = 0                        # same seed, same run, on any number of cores
 
 [data]
 dataset = "digits"              # fairveil list datasets; or "file", or "package.module:Class"
-# options = {{ path = "visits.csv", client = "hospital", target = "outcome" }}   # for dataset = "file"
-split = {{ kind = "rotate", degrees = [0, 90, 180], clients = [2, 4, 4] }}  # or iid, label-flip, natural
+# options = {{ path = "visits.csv", client = "hospital", target = "outcome" }}  # for dataset = "file"
+{split}
 sizes = "rounded"               # how clients declare their size: rounded down, or "public" (exact)
 
 [model]
@@ -266,13 +268,17 @@ name = "{algorithm}"
 unit = "{unit}"                 # what is protected: one {protected}
 adjacency = "add-remove"        # or "replace", which needs more noise
 epsilon = 8.0                   # the budget; or noise_multiplier = 1.0, never both
-delta = {delta}                   # below 1 / (number of protected {unit}s)
+delta = 1e-3                    # below 1 / (number of protected {unit}s)
 clip_norm = 1.0                 # bound on what one {unit} may contribute
 accountant = "tightest"         # the smaller of "rdp" and "pld", both valid
+
+[fairness]
+groups = "cluster"              # clients are compared by the groups of the data
 
 [engine]
 kind = "local"                  # this machine
 # workers = 2                   # one for each core if left out
+block = 8                       # clients that are worked on together
 
 [metrics]
 every = 1                       # rounds between evaluations
@@ -282,13 +288,19 @@ every = 1                       # rounds between evaluations
 def template(algorithm: str, path: str) -> str:
     """A commented config to start from."""
     cls = find_algorithm(algorithm)
-    lines = [
-        f"{f'{name} = {json.dumps(field.default)}':32}# {field.description}" if field.description
-        else f"{name} = {json.dumps(field.default)}"
-        for name, field in cls.model_fields.items()
-    ]  # fmt: skip
-    protected = "record of one client" if cls.unit == "record" else "client with all its records"
+    lines = []
+    for name, field in cls.model_fields.items():
+        line = f"{name} = {json.dumps(field.default)}"
+        lines.append(f"{line:32}# {field.description}" if field.description else line)
+    if cls.unit == "record":
+        protected = "record of one client"
+        split = (
+            'split = { kind = "rotate", degrees = [0, 90, 180], clients = [2, 4, 4] }  # or iid, label-flip, natural'
+        )
+    else:
+        protected = "client with all its records"
+        split = 'split = { kind = "iid", clients = 100 }  # or rotate, label-flip, natural'
     return TEMPLATE.format(
         path=path, name=Path(path).stem, algorithm=algorithm, parameters="\n".join(lines), unit=cls.unit,
-        protected=protected, delta="1e-3" if cls.unit == "record" else "1e-2",
+        protected=protected, split=split,
     )  # fmt: skip
