@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,14 +50,15 @@ def test_your_own_algorithm_runs_from_a_config(momentum: str) -> None:
     assert result.metrics["accuracy"].mean > 0.4  # ten classes: it has learned
 
 
-def test_the_readme_example_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_readme_example_runs_as_a_script(tmp_path: Path) -> None:
+    """With two workers: they must not run the script again."""
     code = block("README.md", "python").replace("examples/", f"{ROOT}/examples/")
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    printed = capsys.readouterr().out
-    assert "differentially private" in printed and "worst" in printed
+    script = tmp_path / "script.py"
+    script.write_text(code.replace('"algorithm.rounds=10"', '"algorithm.rounds=10", "engine.workers=2"'))
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("differentially private") == 1 and "worst group" in done.stdout
+    assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.toml")), ids=lambda path: path.stem)

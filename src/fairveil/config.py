@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -301,6 +302,6 @@ def template(algorithm: str, path: str) -> str:
         protected = "client with all its records"
         split = 'split = { kind = "iid", clients = 100 }  # or rotate, label-flip, natural'
     return TEMPLATE.format(
-        path=path, name=Path(path).stem, algorithm=algorithm, parameters="\n".join(lines), unit=cls.unit,
+        path=path, name=re.sub(r"[^A-Za-z0-9]+", "-", Path(path).stem).strip("-") or "run", algorithm=algorithm, parameters="\n".join(lines), unit=cls.unit,
         protected=protected, split=split,
     )  # fmt: skip

@@ -13,11 +13,13 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fairveil.data.federation import ClientData, Federation
-from fairveil.errors import RunFault
+from fairveil.errors import RunFault, UserError
 from fairveil.models import ModelSpec
 from fairveil.privacy.release import Reply
 from fairveil.session import Call, Job, Member
@@ -118,6 +120,12 @@ class LocalEngine:
             for block in self._inline.perform(job):
                 yield from block
             return
+        if job.task.__module__ == "__main__":
+            raise UserError(
+                f"task {job.task.__name__} is defined in the script itself.",
+                f"{self.workers} worker processes must import it, and a script cannot be imported.",
+                "move it to a module of its own, or engine.workers = 1",
+            )
         busy = {}
         for number, worker in enumerate(self._team):  # a client stays with its worker, which has its data
             calls = [call for call in job.calls if call.client % self.workers == number]
@@ -147,7 +155,8 @@ class _Worker:
         context.set_forkserver_preload(["torch", "fairveil.engine.local", "fairveil.tasks"])
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs,), daemon=True)
-        process.start()
+        with _without_main():
+            process.start()
         theirs.close()
         worker = cls(process, ours)
         worker.send(bench)
@@ -178,6 +187,17 @@ class _Worker:
             f"worker process {self.process.pid} died (exit code {self.process.exitcode}; -9 is often the "
             "operating system reclaiming memory: fewer engine.workers or a smaller engine.block need less)."
         )
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the user's script: a worker would import it, and so run it again if it has no guard for that."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _work(connection: Connection) -> None:

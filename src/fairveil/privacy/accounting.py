@@ -41,8 +41,9 @@ Floats = npt.NDArray[np.float64]
 
 _NUMBERS = f"1/{version('dp-accounting')}"  # raise the first whenever a price could come out differently
 _LEAST_NOISE, _MOST_NOISE = 1e-2, 1e6  # calibration looks nowhere else
+_memory: dict[str, list[float]] = {}  # the cache of this process, in front of the one on disk
 
-# It says that an order was left out of the search for the best one: nothing that a user could or should mend.
+# This warning says that an order was left out of the search for the best: nothing a user could or should mend.
 logging.getLogger("absl").addFilter(lambda record: "_compute_log_a_frac failed" not in str(record.msg))
 
 
@@ -84,7 +85,7 @@ def price(
         UserError: delta outside (0, 1), or "rdp" under "replace".
         UnsupportedEventError: an event of another kind.
     """
-    _check(delta, adjacency, accountant)
+    _check(1.0, delta, adjacency, accountant)
     return _price(_compose(events.items()), float(delta), adjacency, accountant)
 
 
@@ -110,13 +111,7 @@ def calibrate(
     Raises:
         UserError: the budget is not positive, or used up by events that do not depend on z.
     """
-    _check(delta, adjacency, accountant)
-    if not 0 < epsilon < math.inf:
-        raise UserError(
-            f"privacy.epsilon = {epsilon} is not a budget.",
-            "It must be positive and finite: no noise reaches zero, and infinity needs none.",
-            "privacy.epsilon = 5.0",
-        )
+    _check(epsilon, delta, adjacency, accountant)
 
     def compose(z: float) -> _Composition:
         return _compose(events_at(z).items())
@@ -124,17 +119,16 @@ def calibrate(
     def cost(z: float) -> float:
         return _price(compose(z), float(delta), adjacency, accountant).epsilon
 
+    def solve() -> list[float]:
+        return [_solve(lambda x: _estimate(compose(math.exp(x)), delta, adjacency), cost, float(epsilon))]
+
     # A function has no name: its events at a few multipliers stand for it. Functions that agree there and differ
     # elsewhere do no harm, because what was solved before is priced again with the events at hand.
     probes = [compose(z) for z in (1.0, 1.7, 3.1)]
     if probes[0] == probes[1] == probes[2]:
         raise ValueError("there is nothing to calibrate: these events do not depend on the noise")
-    key = _key("calibrate", *probes, float(delta), adjacency, accountant, float(epsilon))
-    solved = _load(key)
-    if not solved or cost(solved[0]) > epsilon:
-        solved = [_solve(lambda x: _estimate(compose(math.exp(x)), delta, adjacency), cost, epsilon)]
-        _save(key, solved)
-    return solved[0]
+    (z,) = _cached(("calibrate", *probes, float(epsilon), float(delta), adjacency, accountant), solve)
+    return z if cost(z) <= epsilon else solve()[0]
 
 
 def calibrate_many(
@@ -149,7 +143,13 @@ def calibrate_many(
     return [calibrate(one, epsilon, delta, adjacency=adjacency, accountant=accountant) for one in requests]
 
 
-def _check(delta: float, adjacency: Adjacency, accountant: Accountant) -> None:
+def _check(epsilon: float, delta: float, adjacency: Adjacency, accountant: Accountant) -> None:
+    if not 0 < epsilon < math.inf:
+        raise UserError(
+            f"privacy.epsilon = {epsilon} is not a budget.",
+            "It must be positive and finite: no noise reaches zero, and infinity needs none.",
+            "privacy.epsilon = 5.0",
+        )
     if not 0 < delta < 1:
         raise UserError(
             f"privacy.delta = {delta} is not a probability of failure.",
@@ -163,9 +163,6 @@ def _check(delta: float, adjacency: Adjacency, accountant: Accountant) -> None:
             "prices it like a removal: it would print an epsilon that was not proved.",
             'privacy.accountant = "pld"',
         )
-
-
-# What happened ------------------------------------------------------------------------------------------------
 
 
 class _Composition(NamedTuple):
@@ -222,30 +219,22 @@ def _within(value: float, high: float, event: dpa.DpEvent) -> float:
     return float(value)
 
 
-# What it costs ------------------------------------------------------------------------------------------------
-
-
 @np.errstate(all="ignore")
 def _price(what: _Composition, delta: float, adjacency: Adjacency, accountant: Accountant) -> Price:
-    if what.precision == math.inf or what == _Composition(0.0, (), ()):
-        both = [what.precision, what.precision]
-    else:
-        key = _key("price", what, delta, adjacency, accountant)
-        both = _load(key) or [
+    def compute() -> list[float]:
+        return [
             _rdp_epsilon(what, delta) if accountant != "pld" and adjacency == "add-remove" else math.inf,
             _pld_epsilon(what, delta, adjacency) if accountant != "rdp" else math.inf,
         ]
-        _save(key, both)
-    by_rdp = both[0] < both[1] or accountant == "rdp"
-    return Price(min(both), delta, "rdp" if by_rdp else "pld", adjacency)
+
+    rdp = pld = what.precision
+    if rdp < math.inf and any(what):
+        rdp, pld = _cached(("price", what, delta, adjacency, accountant), compute)
+    return Price(min(rdp, pld), delta, "rdp" if rdp < pld or accountant == "rdp" else "pld", adjacency)
 
 
 def _rdp_epsilon(what: _Composition, delta: float) -> float:
-    """The best order: alpha - 1 by powers of two, then twice more finely around the best.
-
-    Every order gives a valid bound. The bound falls and then rises with the order, so the walk ends at the first
-    rise: orders in the thousands, which are slow, are only tried when there is so much noise that they count.
-    """
+    """The smallest bound over all orders; each is valid, and downhill is the way (it falls, then rises)."""
     steps = sum(count for *_, count in what.sampled)
 
     @functools.cache
@@ -263,18 +252,10 @@ def _rdp_epsilon(what: _Composition, delta: float) -> float:
         rdp = max(rdp, 0.0) * (1 + 1e-12) + 1e-12 * steps
         return math.inf if math.isnan(rdp) else float(compute_epsilon([order], [rdp], delta)[0])
 
-    def walk(log_orders: list[float]) -> float:
-        best = log_orders[0]
-        for log_order in log_orders[1:]:
-            if bound(log_order) < bound(best):
-                best = log_order
-            elif bound(best) < math.inf:
-                break
-        return best
-
-    best = walk([float(k) for k in range(-4, 12)])
-    for step in (0.2, 0.04):
-        best = walk([best + k * step for k in range(-5, 6)])
+    best = 0.0  # order 2; orders of 2,000 and more are slow, and of use for tiny prices only
+    for step in (1.0, 0.25, 0.05):
+        while best < 11 and bound(nearer := min(best - step, best + step, key=bound)) < bound(best):
+            best = nearer
     return bound(best)
 
 
@@ -311,8 +292,7 @@ def _pld_epsilon(what: _Composition, delta: float, adjacency: Adjacency) -> floa
             low, high = math.floor(kind.low / interval), math.ceil(kind.high / interval)
             deltas = kind.curve(np.arange(low, high + 1, dtype=np.float64) * interval)
             pmf = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, deltas)
-            # Where steps are so small that rounding makes up mass, sums of them would be all rounding.
-            if kind.times * (pmf.get_delta_for_epsilon(-math.inf) - 1) > 1:
+            if kind.times * (pmf.get_delta_for_epsilon(-math.inf) - 1) > 1:  # more mass than 1: all rounding
                 return math.inf
             pmfs.append(_repeat(pmf.to_dense_pmf(), kind, spare))
         pmf = functools.reduce(lambda a, b: a.compose(b, spare), pmfs)
@@ -321,16 +301,13 @@ def _pld_epsilon(what: _Composition, delta: float, adjacency: Adjacency) -> floa
 
 
 def _repeat(pmf: pld_pmf.DensePLDPmf, kind: _Step, spare: float) -> pld_pmf.DensePLDPmf:
-    """`pmf` composed `kind.times` with itself, if need be by way of sqrt(times).
-
-    The library bounds the tails of a sum by exponential moments of an order not below 1/size: once the sum is much
-    wider than one step, that leaves arrays many times longer than it needs. (Dense, because its sparse form begins
-    by computing size**times as an integer, which can have millions of digits.)
-    """
+    """`kind.times` of a step. (Dense: the library's sparse form first computes size**times, an endless integer.)"""
     if kind.times == 1:
         return pmf
     if kind.times * kind.variance < 4 * (kind.high - kind.low) ** 2:
         return pmf.self_compose(kind.times, spare)
+    # The library bounds the tails of a sum by exponential moments of an order not below 1/size. Where the sum is
+    # much wider than a step, that leaves arrays many times too long: so we go by way of sqrt(times).
     inner = math.isqrt(kind.times)
     outer, rest = divmod(kind.times, inner)
     whole = pmf.self_compose(inner, spare / outer).self_compose(outer, spare)
@@ -340,11 +317,12 @@ def _repeat(pmf: pld_pmf.DensePLDPmf, kind: _Step, spare: float) -> pld_pmf.Dens
 def _steps(what: _Composition, direction: AdjacencyType, log_tail: float) -> list[_Step]:
     replace, steps = direction == AdjacencyType.REPLACE, []
     for q, z, times in what.sampled:
-        loss = GaussianPrivacyLoss(z, sampling_prob=q, adjacency_type=direction, log_mass_truncation_bound=log_tail)
-        ends = loss.connect_dots_bounds()
-        steps.append(
-            _Step(loss.get_delta_for_epsilon, ends.epsilon_lower, ends.epsilon_upper, times, *_moments(q, z, replace))
+        loss = GaussianPrivacyLoss(
+            z, sampling_prob=q, adjacency_type=direction, log_mass_truncation_bound=log_tail
         )
+        ends = loss.connect_dots_bounds()
+        low, high = ends.epsilon_lower, ends.epsilon_upper
+        steps.append(_Step(loss.get_delta_for_epsilon, low, high, times, *_moments(q, z, replace)))
     if what.precision:
         shift = (2 if replace else 1) * math.sqrt(what.precision)  # of the mean, in standard deviations
         mean, reach = shift**2 / 2, -shift * float(special.ndtri_exp(log_tail))
@@ -358,9 +336,8 @@ def _steps(what: _Composition, direction: AdjacencyType, log_tail: float) -> lis
 
 def _gaussian_curve(shift: float, x: Floats) -> Floats:
     """delta(x) of N(shift, 1) against N(0, 1) (Balle and Wang 2018); the library's takes a Python call a point."""
-    middle = x / shift
-    lower = np.exp(x + special.log_ndtr(-middle - shift / 2))
-    return np.clip(special.ndtr(shift / 2 - middle) - lower, 0, 1)
+    below = np.exp(x + special.log_ndtr(-x / shift - shift / 2))
+    return np.clip(special.ndtr(shift / 2 - x / shift) - below, 0, 1)
 
 
 def _selection_curve(epsilon: float, x: Floats) -> Floats:
@@ -377,8 +354,8 @@ def _selection_curve(epsilon: float, x: Floats) -> Floats:
 def _moments(q: float, z: float, replace: bool) -> tuple[float, float]:
     """Mean and variance of the privacy loss of a sampled Gaussian, roughly: for grids and first guesses."""
     nodes = np.linspace(-8, 8, 321)
-    weights = np.concatenate([(1 - q) * np.exp(-(nodes**2) / 2), q * np.exp(-(nodes**2) / 2)])
-    x = np.concatenate([z * nodes, z * nodes + 1])
+    density = np.exp(-(nodes**2) / 2)
+    x, weights = np.concatenate([z * nodes, z * nodes + 1]), np.concatenate([(1 - q) * density, q * density])
 
     def present(x: Floats) -> Floats:
         return np.logaddexp(np.log1p(-q), np.log(q) + (x - 0.5) / z**2)
@@ -406,16 +383,11 @@ def _interval(kinds: Sequence[_Step]) -> float:
     return max(finest, min(width / 20_000, math.sqrt(6e-3 * variance / steps)))
 
 
-# The least noise ----------------------------------------------------------------------------------------------
-
-
 @np.errstate(all="ignore")
 def _estimate(what: _Composition, delta: float, adjacency: Adjacency) -> float:
     """The log of what a normally distributed loss of the same mean and variance would cost."""
-    direction = AdjacencyType.REPLACE if adjacency == "replace" else AdjacencyType.REMOVE
-    kinds = _steps(what, direction, -30.0)
-    mean = sum(kind.times * kind.mean for kind in kinds)
-    variance = sum(kind.times * kind.variance for kind in kinds)
+    kinds = _steps(what, AdjacencyType.REPLACE if adjacency == "replace" else AdjacencyType.REMOVE, -30.0)
+    mean, variance = sum(kind.times * kind.mean for kind in kinds), sum(kind.times * kind.variance for kind in kinds)
     return math.log(mean + max(float(special.ndtri(1 - delta)), 0.1) * math.sqrt(variance))
 
 
@@ -424,8 +396,7 @@ def _solve(estimate: Callable[[float], float], cost: Callable[[float], float], e
     low, high, best = math.log(_LEAST_NOISE), math.log(_MOST_NOISE), None
     error, margin = 0.0, 5e-4
     while high - low > 5e-4:
-        target = math.log(epsilon) - margin - error
-        x = (low + high) / 2
+        x, target = (low + high) / 2, math.log(epsilon) - margin - error
         if estimate(low) > target > estimate(high):
             x = optimize.brentq(lambda x, target=target: estimate(x) - target, low, high, xtol=1e-5)
         z, window = math.exp(x), min(2e-3, estimate(x - 1e-3) - estimate(x))
@@ -449,22 +420,30 @@ def _solve(estimate: Callable[[float], float], cost: Callable[[float], float], e
     return best
 
 
-# The cache ----------------------------------------------------------------------------------------------------
+def _cached(parts: tuple[object, ...], compute: Callable[[], list[float]]) -> list[float]:
+    key = _digest(_NUMBERS, *parts)
+    if key not in _memory:
+        row = _database("SELECT value, seal FROM kept WHERE key = ?", key)
+        if row and row[1] == _digest(key, row[0]):  # a damaged row must not become a price
+            _memory[key] = [float.fromhex(number) for number in row[0].split()]
+        else:
+            _memory[key] = compute()
+            value = " ".join(number.hex() for number in _memory[key])
+            _database("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", key, value, _digest(key, value))
+    return _memory[key]
 
-_memory: dict[str, list[float]] = {}
 
-
-def _key(*parts: object) -> str:
+def _digest(*parts: object) -> str:
     def text(part: object) -> str:
         if isinstance(part, float):
             return part.hex()
         return f"({','.join(map(text, part))})" if isinstance(part, tuple) else str(part)
 
-    return hashlib.sha256(text((_NUMBERS, *parts)).encode()).hexdigest()
+    return hashlib.sha256(text(parts).encode()).hexdigest()
 
 
 def _database(statement: str, *values: str) -> Any:
-    """The first row of an answer; None if the cache cannot be used (read-only, corrupt, locked ...)."""
+    """The first row of the answer; None if the cache cannot be used (read-only, corrupt, locked ...)."""
     with contextlib.suppress(sqlite3.Error, OSError, RuntimeError):
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(os.environ.get("FAIRVEIL_CACHE") or Path(base, "fairveil"))
@@ -474,18 +453,3 @@ def _database(statement: str, *values: str) -> Any:
             database.execute("CREATE TABLE IF NOT EXISTS kept (key TEXT PRIMARY KEY, value TEXT, seal TEXT)")
             return database.execute(statement, values).fetchone()
     return None
-
-
-def _load(key: str) -> list[float] | None:
-    if key not in _memory:
-        row = _database("SELECT value, seal FROM kept WHERE key = ?", key)
-        if row and row[1] == _key(key, row[0]):  # a damaged row must not become a price
-            _memory[key] = [float.fromhex(number) for number in row[0].split()]
-    return _memory.get(key)
-
-
-def _save(key: str, numbers: list[float]) -> None:
-    if _memory.get(key) != numbers:
-        _memory[key] = numbers
-        value = " ".join(number.hex() for number in numbers)
-        _database("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", key, value, _key(key, value))
