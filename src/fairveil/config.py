@@ -290,8 +290,8 @@ def template(algorithm: str, path: str) -> str:
     """A commented config to start from."""
     cls = find_algorithm(algorithm)
     lines = []
-    for name, field in cls.model_fields.items():
-        line = f"{name} = {json.dumps(field.default)}"
+    for key, field in cls.model_fields.items():
+        line = f"{key} = {json.dumps(field.default)}"
         lines.append(f"{line:32}# {field.description}" if field.description else line)
     if cls.unit == "record":
         protected = "record of one client"
@@ -301,7 +301,8 @@ def template(algorithm: str, path: str) -> str:
     else:
         protected = "client with all its records"
         split = 'split = { kind = "iid", clients = 100 }  # or rotate, label-flip, natural'
+    name = re.sub(r"[^A-Za-z0-9]+", "-", Path(path).stem).strip("-") or "run"
     return TEMPLATE.format(
-        path=path, name=re.sub(r"[^A-Za-z0-9]+", "-", Path(path).stem).strip("-") or "run", algorithm=algorithm, parameters="\n".join(lines), unit=cls.unit,
+        path=path, name=name, algorithm=algorithm, parameters="\n".join(lines), unit=cls.unit,
         protected=protected, split=split,
     )  # fmt: skip

@@ -317,9 +317,7 @@ def _repeat(pmf: pld_pmf.DensePLDPmf, kind: _Step, spare: float) -> pld_pmf.Dens
 def _steps(what: _Composition, direction: AdjacencyType, log_tail: float) -> list[_Step]:
     replace, steps = direction == AdjacencyType.REPLACE, []
     for q, z, times in what.sampled:
-        loss = GaussianPrivacyLoss(
-            z, sampling_prob=q, adjacency_type=direction, log_mass_truncation_bound=log_tail
-        )
+        loss = GaussianPrivacyLoss(z, sampling_prob=q, adjacency_type=direction, log_mass_truncation_bound=log_tail)
         ends = loss.connect_dots_bounds()
         low, high = ends.epsilon_lower, ends.epsilon_upper
         steps.append(_Step(loss.get_delta_for_epsilon, low, high, times, *_moments(q, z, replace)))
