@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +20,10 @@ from typing import Any
 import pytest
 import tomli_w
 
+from fairveil import cli
 from fairveil.contract import differ, outcome
 from fairveil.run import RoundReport
 from fairveil.store import Store
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # typer imports what click is about to drop
-    from fairveil import cli
 
 ROUNDS = 6
 CONFIG: dict[str, Any] = {
@@ -119,7 +116,7 @@ def test_folder_as_config(fairveil: Fairveil, tmp_path: Path) -> None:
     fairveil("plan", tmp_path).refuses(f"{tmp_path} cannot be read", "TOML")
 
 
-@pytest.mark.parametrize("content", ["rounds = = 3", "[data\n", 'name = "a"\nname = "b"'])
+@pytest.mark.parametrize("content", ["rounds = = 3", "[data\n", 'name = "a"\nname = "b"\n[data]'])
 def test_malformed_toml(fairveil: Fairveil, content: str) -> None:
     """A file that is no TOML: the line is named."""
     Path("bad.toml").write_text(content)
@@ -458,7 +455,6 @@ def test_csv_with_one_class(fairveil: Fairveil) -> None:
     """Nothing to learn."""
     data = table()
     lines = Path("visits.csv").read_text().splitlines()
-    Path("visits.csv").write_text("\n".join(line[:-1] + "1" if "h" == line[0] else line for line in lines[1:]))
     Path("visits.csv").write_text("\n".join([lines[0], *[line[:-1] + "1" for line in lines[1:]]]))
     fairveil("run", config(data=data)).refuses('data.options.target = "outcome" holds one class only')
     no_run()
@@ -688,7 +684,7 @@ def test_disk_turns_read_only(fairveil: Fairveil, tmp_path: Path, monkeypatch: p
         assert differ(outcome(folder), expected) is None
 
 
-@pytest.mark.parametrize("free", [0, 8, 40, 90, 160, 230, 300, 370])
+@pytest.mark.parametrize("free", [0, 8, 40, 90, 130, 170])
 def test_full_disk(fairveil: Fairveil, tmp_path: Path, free: int) -> None:
     """A disk that fills up, anywhere in a run: a clear fault; with space again the same run is finished."""
     expected = outcome(finished(fairveil, config()))
@@ -697,9 +693,8 @@ def test_full_disk(fairveil: Fairveil, tmp_path: Path, free: int) -> None:
         space = os.statvfs(small)
         ballast.write_bytes(bytes(space.f_bavail * space.f_bsize - free * 1024))
         answer = fairveil("run", config(), "--runs", small)
-        if answer.code == 0:
-            pytest.skip(f"a run fits into {free} kB")
-        answer.stops("could not be written", "full" if "database" in answer.err else "space")
+        gc.collect()  # a file that was left open says so here, and in no other test
+        answer.stops("could not be written", "space")
         ballast.unlink()
         folders = [path for path in small.iterdir() if (path / "config.toml").exists()]
         if not folders:  # it had not promised anything yet
@@ -744,6 +739,7 @@ def test_file_size_limit(fairveil: Fairveil) -> None:
         answer = fairveil("run", config())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    gc.collect()
     answer.stops("could not be written")
     (folder,) = Path("runs").iterdir()
     if not (folder / "config.toml").exists():

@@ -120,8 +120,9 @@ class Copier(Diary):
     name: ClassVar[str] = "copier"
 
     def round(self, session: Session, state: DiaryState) -> DiaryState:
-        session.ask(keep_all, session.facts.clients, shared={"model": state.model})
-        return super().round(session, state)
+        after = super().round(session, state)
+        session.ask(keep_all, session.facts.clients, shared={"model": after.model})
+        return after
 
 
 def keep_all(members: Sequence[Member]) -> list[Reply]:
@@ -134,7 +135,7 @@ def keep_all(members: Sequence[Member]) -> list[Reply]:
 
 
 def plant(where: str, when: str, call: int) -> None:
-    """Make this process kill itself before or after the given call (from 1) of a function."""
+    """Make this process kill itself before or after the given call (from 1) of a function, or interrupt it there."""
     owner, name = {
         "Store.checkpoint": (Store, "checkpoint"),
         "Store.finish_round": (Store, "finish_round"),
@@ -150,10 +151,10 @@ def plant(where: str, when: str, call: int) -> None:
     def deadly(*args: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == call and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if calls == call and when != "after":
+            os.kill(os.getpid(), signal.SIGKILL if when == "before" else signal.SIGINT)
         result = original(*args, **options)
-        if calls == call:
+        if calls == call and when == "after":
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
@@ -263,7 +264,8 @@ class Commands:
     def _order(self) -> tuple[Path, str, dict[str, str]]:
         self.started += 1
         mark = f"{self.folder}-{self.started}"
-        return self.folder / f"log-{self.started}.txt", mark, {MARK: mark, PAUSE: "0.1", "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        return self.folder / f"log-{self.started}.txt", mark, {MARK: mark, PAUSE: "0.1", "PYTHONPATH": path}
 
     def start(self, *argv: str | Path, crash: tuple[str, str, int] | None = None) -> Command:
         """A command from the nursery, with a crash planted in it."""
@@ -523,12 +525,11 @@ def test_resume_by_config(commands: Commands, uninterrupted: Callable[..., Whole
 # ---- kill -9 at random -----------------------------------------------------------------------------
 
 
-def hunt(commands: Commands, path: Path, kills: int, span: float, chance: random.Random, *, shell: bool) -> None:
+def hunt(commands: Commands, path: Path, kills: int, span: float, chance: random.Random) -> None:
     """Start a run, kill it after a random time, go on, again and again; then let it finish."""
-    begin = commands.shell if shell else commands.start
     for _ in range(kills):
         started = list((commands.folder / "runs").glob("*/config.toml"))
-        command = begin("run", *([commands.run, "--resume"] if started else [path]))
+        command = commands.start("run", *([commands.run, "--resume"] if started else [path]))
         time.sleep(chance.uniform(0, span))
         command.kill()
         assert command.wait() in (-signal.SIGKILL, 0)
@@ -536,15 +537,15 @@ def hunt(commands: Commands, path: Path, kills: int, span: float, chance: random
         assert "Traceback" not in command.text
         if not list((commands.folder / "runs").glob("*/config.toml")):
             shutil.rmtree(commands.folder / "runs", ignore_errors=True)  # it had not come far enough to be resumed
-    last = begin("run", *([commands.run, "--resume"] if (commands.folder / "runs").exists() else [path]))
+    last = commands.start("run", *([commands.run, "--resume"] if (commands.folder / "runs").exists() else [path]))
     assert last.wait() == 0
     last.leaves_nothing()
 
 
-def measured(commands: Commands, path: Path, *, shell: bool) -> float:
+def measured(commands: Commands, path: Path) -> float:
     """How long an uninterrupted command takes."""
     started = time.monotonic()
-    assert (commands.shell if shell else commands.start)("run", path, "--runs", "measured").wait() == 0
+    assert commands.start("run", path, "--runs", "measured").wait() == 0
     return time.monotonic() - started
 
 
@@ -553,16 +554,16 @@ def test_random_kills(commands: Commands, uninterrupted: Callable[..., Whole], a
     """Six kills at random instants of a run without workers."""
     algorithm = MINE.get(algorithm, algorithm)
     path = write(commands.folder, config(algorithm))
-    span = measured(commands, path, shell=False)
-    hunt(commands, path, 6, span, random.Random(1), shell=False)
+    span = measured(commands, path)
+    hunt(commands, path, 6, span, random.Random(1))
     same(commands.run, uninterrupted(algorithm))
 
 
 def test_random_kills_with_workers(commands: Commands, uninterrupted: Callable[..., Whole]) -> None:
-    """Kills at random instants of a run with two workers, started from a shell; no process stays behind."""
+    """Kills at random instants of a run with two workers; no process stays behind."""
     path = write(commands.folder, config(MINE["slow"], workers=2))
-    span = measured(commands, path, shell=True)
-    hunt(commands, path, 2, span, random.Random(2), shell=True)
+    span = measured(commands, path)
+    hunt(commands, path, 2, span, random.Random(2))
     same(commands.run, uninterrupted(MINE["slow"]))
 
 
@@ -575,10 +576,10 @@ def test_many_random_kills(
     """The same, longer."""
     algorithm, rounds = MINE.get(algorithm, algorithm), 12
     path = write(commands.folder, config(algorithm, workers, rounds))
-    span = measured(commands, path, shell=False)
+    span = measured(commands, path)
     for seed in range(6 if workers == 1 else 2):
         shutil.rmtree(commands.folder / "runs", ignore_errors=True)
-        hunt(commands, path, 8, span, random.Random(seed), shell=False)
+        hunt(commands, path, 8, span, random.Random(seed))
         same(commands.run, uninterrupted(algorithm, rounds), rounds)
 
 
@@ -659,6 +660,34 @@ def interrupted(command: Command, commands: Commands) -> None:
     assert f"fairveil run {commands.run.relative_to(commands.folder)} --resume" in command.text
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        ("Store.save_units", 1), ("Ledger.set_plan", 1), ("Ledger.post", 1), ("Store.finish_round", 3),
+        ("os.fsync", 9), ("Store.write", ROUNDS + 3),
+    ],
+    ids=name_of,
+)  # fmt: skip
+def test_ctrl_c_in_a_window(commands: Commands, uninterrupted: Callable[..., Whole], where: tuple[str, int]) -> None:
+    """Ctrl-C where it hurts most: exit code 130, the way to go on, the same result."""
+    name, call = where
+    command = commands.start("run", write(commands.folder, config("global")), crash=(name, "interrupt", call))
+    assert command.wait() == 130
+    assert "Traceback" not in command.text
+    assert f"fairveil run {commands.run.relative_to(commands.folder)} --resume" in command.text
+    resume_run(commands.run)
+    same(commands.run, uninterrupted("global"))
+
+
+def test_ctrl_c_before_there_is_a_config(commands: Commands) -> None:
+    """Ctrl-C when the folder is still empty: it must not be called a run that one could go on with."""
+    path = write(commands.folder, config("global"))
+    command = commands.start("run", path, crash=("Store.write", "interrupt", 1))
+    assert command.wait() == 130
+    assert "Traceback" not in command.text
+    assert "--resume" not in command.text
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_ctrl_c(commands: Commands, uninterrupted: Callable[..., Whole], workers: int) -> None:
     """Ctrl-C between two rounds or within one: exit code 130, the way to go on, the same result."""
@@ -696,7 +725,7 @@ def test_ctrl_c_before_anything_was_promised(commands: Commands) -> None:
 def test_ctrl_c_at_random(commands: Commands, uninterrupted: Callable[..., Whole], workers: int) -> None:
     """Ctrl-C at any instant of a run, twice in a row half of the time: 130 or done, never a traceback."""
     path = write(commands.folder, config(MINE["slow"], workers))
-    span, chance = measured(commands, path, shell=False), random.Random(3)
+    span, chance = measured(commands, path), random.Random(3)
     for number in range(12):
         shutil.rmtree(commands.folder / "runs", ignore_errors=True)
         command = commands.start("run", path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from fairveil.errors import PrivacyError
 from fairveil.models import ModelSpec
 from fairveil.privacy.ledger import FEDERATION, Ledger
 from fairveil.privacy.mechanisms import CohortSums, NoisyTraining, Part
-from fairveil.privacy.release import Kept, Public, Reply
+from fairveil.privacy.release import MINT, Kept, Public, Reply
 from fairveil.session import Cohort, Facts, Job, Member, Pick, Session, Task, Terms, digest_of
 from fairveil.tasks import bounded_update, local_update
 
@@ -34,7 +35,7 @@ class InlineEngine:
         for call in reversed(job.calls) if self.backwards else job.calls:
             member = Member(
                 ClientData(ROWS, ROWS), self.model, {**job.shared, **call.each}, call.mechanism, call.personal,
-                (0, job.request, call.client),
+                (0, job.request, call.client), MINT,
             )  # fmt: skip
             yield call.client, job.task([member])[0]
 
@@ -45,10 +46,12 @@ def training(terms: Terms) -> NoisyTraining:
 
 
 def sums(sample_rate: float = 1.0) -> CohortSums:
-    return CohortSums((Part("update", (6,), 1.0, 1.0),), sample_rate, "server")
+    return CohortSums((Part("update", (6,), 1.0, 1.0),), sample_rate)
 
 
 SEEN: list[tuple[int, str, Mapping[str, float]]] = []
+PERSONAL: dict[int, Mapping[str, torch.Tensor]] = {}
+ANSWERS: list[Any] = []
 
 
 @pytest.fixture
@@ -60,9 +63,10 @@ def make() -> Callable[..., Session]:
             plan or {i: {training(terms[i]): 2} for i in range(3)} | {FEDERATION: {sums(): 2, sums(0.5): 2}}
         )
         SEEN.clear()
+        PERSONAL.clear()
         session = Session(
-            FACTS, terms, model=SPEC.build(), engine=InlineEngine(backwards), ledger=ledger, seed=0,
-            observe=lambda *seen: SEEN.append(seen),
+            FACTS, terms, model=SPEC.build(), engine=InlineEngine(backwards), ledger=ledger, seed=0, root="root",
+            personal=PERSONAL, observe=lambda *seen: SEEN.append(seen), public_tasks={"answer", "echo"},
         )  # fmt: skip
         session.begin(1)
         return session
@@ -74,11 +78,32 @@ INPUTS = {"model": torch.zeros(6), "learning_rate": 0.1}
 PLAIN = INPUTS | {"local_epochs": 1, "batch_size": 2}
 
 
-def answering(value: Any) -> Task:
-    def task(members: Sequence[Member]) -> list[Reply]:
-        return [value if isinstance(value, Reply) else Reply(value)] * len(members)
+def answer(members: Sequence[Member]) -> list[Reply]:
+    """Answers with what the test put down, one for each client in turn."""
+    replies = [ANSWERS.pop(0) for _ in members]
+    return [reply if isinstance(reply, Reply) else Reply(reply) for reply in replies]
 
-    return task
+
+def echo(members: Sequence[Member]) -> list[Reply]:
+    return [Reply(Public(dict(member.inputs), "from released values")) for member in members]
+
+
+def cheaper(members: Sequence[Member]) -> list[Reply]:
+    weaker = NoisyTraining.epochs(4, 2, 1, clip_norm=1.0, noise_multiplier=0.01)
+    return [Reply(weaker.release(member)[0]) for member in members]
+
+
+def chatty(members: Sequence[Member]) -> list[Reply]:
+    replies = local_update(members)
+    for reply, member in zip(replies, members, strict=True):
+        reply.out.value["n"] = len(member.data.train)  # type: ignore[union-attr, index]
+    return replies
+
+
+def answering(*values: Any) -> Task:
+    """A task that gives these answers; one value stands for all clients."""
+    ANSWERS[:] = values if len(values) > 1 else values * 3
+    return answer
 
 
 # ---- ask -------------------------------------------------------------------------------------------
@@ -112,10 +137,6 @@ def test_a_share_does_not_pass_through_ask(make: Callable[..., Session]) -> None
 
 
 def test_a_release_by_another_mechanism_than_asked_is_refused(make: Callable[..., Session]) -> None:
-    def cheaper(members: Sequence[Member]) -> list[Reply]:
-        weaker = NoisyTraining.epochs(4, 2, 1, clip_norm=1.0, noise_multiplier=0.01)
-        return [Reply(weaker.release(member)[0]) for member in members]
-
     with pytest.raises(TypeError, match="released by"):
         make().ask(cheaper, FACTS.clients, mechanism=training, shared=INPUTS)
     with pytest.raises(TypeError, match="released by"):  # or by one where none was asked for
@@ -141,31 +162,82 @@ def test_more_often_than_planned_is_refused(make: Callable[..., Session]) -> Non
         session.ask(local_update, FACTS.clients, mechanism=training, shared=INPUTS)
 
 
-def test_kept_and_public_cost_nothing_and_public_is_noted(make: Callable[..., Session]) -> None:
+def test_kept_and_public_cost_nothing(make: Callable[..., Session]) -> None:
     session = make()
     kept = session.ask(answering(Reply(Kept(), keep={"w": torch.ones(2)})), FACTS.clients)
-    assert kept == [{}, {}, {}] and torch.equal(session.personal[1]["w"], torch.ones(2))
+    assert kept == [{}, {}, {}] and torch.equal(PERSONAL[1]["w"], torch.ones(2))
     public = session.ask(answering(Public({"size": 4}, "declared fact")), FACTS.clients)
-    assert public == [{"size": 4}] * 3
-    assert session._ledger.entries() == [] and session._ledger.declared() == [("task", "declared fact", 1)]
+    assert public == [{"size": 4}] * 3 and session._ledger.entries() == []
+
+
+def test_public_values_come_only_from_tasks_that_the_algorithm_names(make: Callable[..., Session]) -> None:
+    session = make()
+    session._public_tasks = ()
+    with pytest.raises(TypeError, match="public_tasks"):
+        session.ask(echo, FACTS.clients, shared={"a": 1})
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        (Kept(), Public({"a": 1}, "declared fact"), Kept()),
+        (Public({"a": 1}, "declared fact"), Public({"b": 1}, "declared fact"), Public({"a": 1}, "declared fact")),
+    ],
+)
+def test_who_answers_is_itself_a_message(make: Callable[..., Session], answers: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match="different things"):
+        make().ask(answering(*answers), FACTS.clients)
+
+
+def test_asked_with_a_mechanism_nobody_stays_silent(make: Callable[..., Session]) -> None:
+    with pytest.raises(TypeError, match="every client answers with a Release"):
+        make().ask(answering(Kept()), FACTS.clients, mechanism=training, shared=INPUTS)
+
+
+def test_nothing_travels_beside_what_is_priced(make: Callable[..., Session]) -> None:
+    with pytest.raises(TypeError, match=r"\['n', 'update'\] sent"):
+        make().ask(chatty, FACTS.clients, mechanism=training, shared=INPUTS)
+
+
+def test_a_client_is_asked_once_in_a_request(make: Callable[..., Session]) -> None:
+    with pytest.raises(TypeError, match="asked twice"):
+        make().ask(local_update, np.array([1, 1]), mechanism=training, shared=INPUTS)
+
+
+def test_a_task_is_a_function_of_a_module(make: Callable[..., Session]) -> None:
+    seen: list[Any] = []
+
+    def peeking(members: Sequence[Member]) -> list[Reply]:
+        seen.extend(member.data.train.x for member in members)
+        return local_update(members)
+
+    with pytest.raises(TypeError, match="function of a module"):
+        make().ask(peeking, FACTS.clients, mechanism=training, shared=INPUTS)
+    assert seen == []
+
+
+def test_a_member_cannot_be_made_up() -> None:
+    """A mechanism given other records, or a start of the client's own, would not be what was priced."""
+    member = Member(ClientData(ROWS, ROWS), SPEC.build(), INPUTS, None, {}, (0,), MINT)
+    with pytest.raises((TypeError, ValueError)):
+        replace(member, inputs={"model": torch.ones(6), "learning_rate": 0.1})
+    with pytest.raises(TypeError, match="made by the engine"):
+        Member(ClientData(ROWS, ROWS), SPEC.build(), INPUTS, None, {}, (0,))
 
 
 def test_diagnostics_go_to_the_table_and_not_to_the_algorithm(make: Callable[..., Session]) -> None:
     got = make().ask(answering(Reply(Kept(), diagnostics={"norm": 7.0})), np.array([1]))
-    assert got == [{}] and SEEN == [(1, "task", {"norm": 7.0})]
+    assert got == [{}] and SEEN == [(1, "answer", {"norm": 7.0})]
 
 
 def test_start_asks_nothing(make: Callable[..., Session]) -> None:
     session = make()
-    session.round = 0
+    session._round = 0
     with pytest.raises(TypeError, match="start"):
         session.ask(local_update, FACTS.clients, mechanism=training, shared=INPUTS)
 
 
 def test_a_client_sees_its_own_row_only(make: Callable[..., Session]) -> None:
-    def echo(members: Sequence[Member]) -> list[Reply]:
-        return [Reply(Public(dict(member.inputs), "from released values")) for member in members]
-
     rows = torch.arange(4.0).reshape(2, 2)
     got = make().ask(echo, FACTS.clients, each={"row": Pick(rows, np.array([1, 0, 1]))})
     assert [reply["row"].tolist() for reply in got] == [[2, 3], [0, 1], [2, 3]]  # type: ignore[union-attr]
@@ -184,17 +256,14 @@ def test_a_sum_is_one_event_whoever_was_drawn(make: Callable[..., Session]) -> N
 
 def test_an_empty_cohort_is_noise_alone_and_is_posted(make: Callable[..., Session]) -> None:
     session = make()
-    session._seed = next(s for s in range(100) if _drawn(session, s) == 0)
-    noisy = session.sum(bounded_update, session.cohort(0.5), sums(0.5), shared=PLAIN)
+    cohort = session.cohort(0.5)
+    session._drawn[cohort.draw] = np.array([], dtype=int)
+    noisy = session.sum(bounded_update, cohort, sums(0.5), shared=PLAIN)
     assert noisy["update"].abs().min() > 0 and len(session._ledger.entries()) == 1
 
 
-def _drawn(session: Session, seed: int) -> int:
-    session._seed = seed
-    session.begin(1)
-    count = len(session.cohort(0.5).clients)
-    session.begin(1)
-    return count
+def test_who_was_drawn_is_not_said(make: Callable[..., Session]) -> None:
+    assert set(vars(make().cohort(0.5))) == {"sample_rate", "draw"}
 
 
 def test_sums_do_not_depend_on_the_order_of_arrival(make: Callable[..., Session]) -> None:
@@ -213,12 +282,11 @@ def test_a_draw_may_be_summed_once(make: Callable[..., Session]) -> None:
 
 
 def test_a_cohort_made_by_hand_or_of_an_earlier_round_is_refused(make: Callable[..., Session]) -> None:
-    """A chosen client is not a random draw: amplification by sampling would be claimed for nothing."""
+    """What is not a random draw of this round would be claimed amplification for nothing."""
     session = make()
     drawn = session.cohort(0.5)
-    for cohort in (Cohort(np.array([0]), 0.5, "mine"), Cohort(np.array([0]), 0.5, drawn.draw)):
-        with pytest.raises(TypeError, match="this session drew"):
-            session.sum(bounded_update, cohort, sums(0.5), shared=PLAIN)
+    with pytest.raises(TypeError, match="this session drew"):
+        session.sum(bounded_update, Cohort(0.5, "mine"), sums(0.5), shared=PLAIN)
     session.begin(2)
     with pytest.raises(TypeError, match="in this round"):
         session.sum(bounded_update, drawn, sums(0.5), shared=PLAIN)
@@ -240,7 +308,24 @@ def test_only_shares_of_this_mechanism_are_summed(make: Callable[..., Session]) 
     assert session._ledger.entries() == []
 
 
-# ---- digests ---------------------------------------------------------------------------------------
+# ---- rounds and digests ----------------------------------------------------------------------------
+
+
+def test_a_round_does_not_come_again(make: Callable[..., Session]) -> None:
+    session = make()
+    session.begin(2)
+    for number in (2, 1, 0):
+        with pytest.raises(PrivacyError, match="cannot begin again"):
+            session.begin(number)
+
+
+def test_other_inputs_get_other_noise(make: Callable[..., Session]) -> None:
+    """The same request with another learning rate must not reuse the noise, or two answers would cancel it."""
+    noise = []
+    for rate in (0.1, 0.2):
+        noisy = make().ask(local_update, np.array([0]), mechanism=training, shared=INPUTS | {"learning_rate": rate})
+        noise.append(noisy[0]["update"])
+    assert not torch.allclose(noise[1], 2 * noise[0], rtol=0.1)  # type: ignore[arg-type, operator]
 
 
 def test_the_digest_tells_inputs_apart() -> None:
@@ -255,7 +340,17 @@ def test_the_digest_tells_inputs_apart() -> None:
         {"a": torch.tensor([[1.0]])},
         {"a": torch.tensor([1.0], dtype=torch.float64)},
         {"a": torch.tensor([1.0000001])},
+        {"a": "x", "b": "y"},
+        {"a": "x input b str 'y'"},
     ]
-    digests = {digest_of(local_update, given) for given in inputs}
-    assert len(digests) == len(inputs)
-    assert digest_of(local_update, {}) != digest_of(bounded_update, {})
+    digests = [digest_of(local_update, None, given, {}) for given in inputs]
+    digests += [digest_of(local_update, None, {}, given) for given in inputs[6:10]]  # as personal state
+    digests += [digest_of(bounded_update, None, {}, {}), digest_of(local_update, sums(), {}, {})]
+    digests += [digest_of(local_update, sums(0.5), {}, {}), digest_of(local_update, None, {}, {}, b"before")]
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("value", [np.zeros(3), [torch.zeros(1)], None, {"a": 1}])
+def test_an_input_that_cannot_be_told_apart_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="tensors and plain values only"):
+        digest_of(local_update, None, {"a": value}, {})

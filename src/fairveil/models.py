@@ -157,12 +157,16 @@ class Model:
         return output
 
     def _check_output(self) -> None:
+        """Two records must give two rows of the right width, the same each time, and leave the module as it was."""
+        weights = self.flatten(self.module)
+        records = torch.linspace(-1, 1, 2 * math.prod(self.spec.features)).reshape(2, *self.spec.features)
+        buffers = {name: value.clone() for name, value in self.module.named_buffers()}
         try:
-            output = self.predict(self.flatten(self.module), torch.zeros(2, *self.spec.features))
+            output, again = self.predict(weights, records), self.predict(weights, records)
         except RuntimeError as error:
             raise UserError(
                 f"model.name = {shown(self.spec.name)} does not fit records of shape {self.spec.features}.",
-                f"Two records of zeros were refused: {str(error).splitlines()[0]}",
+                f"Two records were refused: {str(error).splitlines()[0]}",
                 "a model whose first layer takes (n, *features)",
             ) from error
         expected = (2, self.spec.classes or 1)
@@ -171,6 +175,14 @@ class Model:
                 f"model.name = {shown(self.spec.name)} has outputs of shape {tuple(output.shape)}.",
                 f"Two records must give {expected}: one score for each class (one number in a regression).",
                 f"a last layer of width {expected[1]}",
+            )
+        kept = all(torch.equal(value, buffers[name]) for name, value in self.module.named_buffers())
+        if not (kept and torch.equal(output, again)):
+            raise UserError(
+                f"model.name = {shown(self.spec.name)} answers differently each time.",
+                "Dropout draws randomness that a resumed run cannot repeat, and a buffer that changes carries one\n"
+                "client's records into the next: neither the run nor its guarantee would hold.",
+                "remove the dropout, or the layer that keeps running values",
             )
 
 

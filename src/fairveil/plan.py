@@ -13,7 +13,7 @@ from dp_accounting import DpEvent
 
 from fairveil.algorithms.base import Algorithm
 from fairveil.config import PrivacyConfig, RunConfig
-from fairveil.data.federation import Federation, nominal_sizes
+from fairveil.data.federation import GRID_PER_DECADE, Federation, nominal_sizes
 from fairveil.errors import UserError, unknown
 from fairveil.models import Model
 from fairveil.privacy.accounting import (
@@ -60,6 +60,11 @@ class Plan:
         return {unit: self.algorithm.releases(terms) for unit, terms in self.terms.items()}
 
     @property
+    def root(self) -> str:
+        """Names this run among all others: the root of its noise."""
+        return f"{self.config.seed} {self.config.digest()} {self.federation.fingerprint}"
+
+    @property
     def protected(self) -> list[int]:
         """The units that have a ledger of their own: every client, or the federation."""
         return protected_units(self.algorithm, self.facts)
@@ -85,17 +90,16 @@ class Plan:
         self,
         posted: Mapping[int, Releases] | None = None,
         spent: float = 0.0,
-        declared: Sequence[tuple[str, str, int]] = (),
         *,
         complete: bool = False,
     ) -> Statement:
-        """The guarantee, with what has been posted and declared public so far."""
+        """The guarantee, with what has been posted so far."""
         public = {
             "client sizes": SIZES_PUBLIC[self.config.data.sizes],
-            "number of clients, shape of a record, classes": "declared",
+            "number and groups of clients, shape of a record, classes": "read from the data, taken as declared",
             "hyper-parameters and clip norm": "given in the config; tuning them on private data is not priced",
         }
-        public |= {f"what {task} answers ({count} requests)": reason for task, reason, count in declared}
+        public |= self.algorithm.public | {f"answers of {k}": v for k, v in self.algorithm.public_tasks.items()}
         by_size = sorted(self.protected, key=lambda unit: self.terms[unit].size or 0)
         return make_statement(
             unit=self.algorithm.unit,
@@ -104,7 +108,7 @@ class Plan:
             planned=[self.releases[unit] for unit in by_size],
             posted=[(posted or {}).get(unit, {}) for unit in by_size],
             trust=self.algorithm.trust,
-            public=public | self.algorithm.public,
+            public=public,
             complete=complete,
         )
 
@@ -190,9 +194,12 @@ def materials(config: RunConfig) -> tuple[Algorithm[Any], Federation, Model, Fac
 
 
 def _check_delta(config: RunConfig, algorithm: Algorithm[Any], facts: Facts) -> None:
+    """Below 1/n for every client (record level), or for the number of clients."""
     delta = config.privacy.delta
     if algorithm.unit == "record":
-        count, who = int(facts.size.min()), f"The smallest client has {facts.size.min():,} records"
+        # A rounded size may stand for any up to the next on the grid.
+        count = int(facts.size.max() * (1 if config.data.sizes == "public" else 10 ** (1 / GRID_PER_DECADE)))
+        who = f"The largest client has {'' if config.data.sizes == 'public' else 'up to '}{count:,} records"
     else:
         count, who = len(facts.size), f"There are {len(facts.size):,} clients"
     if delta >= 1 / count:

@@ -113,13 +113,17 @@ def resume_run(path: Path, *, runs: Path = Path("runs"), progress: Progress | No
     config = load_config(folder / "config.toml")
     with Store(folder) as store:
         units = store.units()
+        if not units and store.latest() is not None:
+            raise PrivacyError(f"{folder} has checkpoints but no plan: without its ledger it cannot go on.")
         plan = Plan(config, *materials(config), tuple(units)) if units else make_plan(config)
-        if units and store.meta("data") != plan.federation.fingerprint:
-            raise UserError(
-                f"the data of {folder} have changed since it was planned.",
-                "A resumed run must see the same records, or its ledger would describe other ones.",
-                "restore the data, or start a new run",
-            )
+        for what, now in (("config", config.digest()), ("data", plan.federation.fingerprint)):
+            if units and store.meta(what) != now:
+                raise UserError(
+                    f"the {what} of {folder} {'have' if what == 'data' else 'has'} changed since it was planned.",
+                    "A resumed run keeps what it promised: the same records, the same budget, the same steps.\n"
+                    "Nothing was released.",
+                    "restore it as it was, or start a new run",
+                )
         return _carry_out(plan, store, progress)
 
 
@@ -147,9 +151,6 @@ def begin(plan: Plan, store: Store) -> None:
     """
     if not (store.folder / "config.toml").exists():
         store.write("config.toml", plan.config.to_toml().encode())
-    if not store.units():
-        groups = [plan.federation.groups[g] for g in plan.federation.group]
-        store.save_units(plan.units, groups, _provenance(plan))
     if not store.ledger.planned():
         store.ledger.set_plan(plan.releases)
     promised = {u: Counter({canonical(m): n for m, n in r.items()}) for u, r in plan.releases.items() if r}
@@ -158,6 +159,10 @@ def begin(plan: Plan, store: Store) -> None:
             f"{store.folder}: the releases that the algorithm declares are no longer those that were planned. "
             "The code or the config has changed; start a new run."
         )
+    if not store.units():  # last: a folder that has units has its whole plan
+        groups = [plan.federation.groups[g] for g in plan.federation.group]
+        store.save_units(plan.units, groups, _provenance(plan))
+        store.write("statement.json", json.dumps(plan.statement().to_json(), indent=2).encode())
 
 
 def drive(plan: Plan, store: Store, progress: Progress | None = None) -> None:
@@ -168,19 +173,18 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> None:
     def observe(client: int, task: str, diagnostics: Mapping[str, float]) -> None:
         scores.extend(Score(session.round, client, "train", task, name, value) for name, value in diagnostics.items())
 
-    spec = config.model_spec(plan.federation)
+    spec, checkpoint = config.model_spec(plan.federation), store.latest()
+    personal = dict(checkpoint.personal) if checkpoint else {}
     with LocalEngine(
-        plan.federation, spec, seed=config.seed, workers=config.engine.workers, block=config.engine.block
+        plan.federation, spec, root=plan.root, workers=config.engine.workers, block=config.engine.block
     ) as engine:
         session = Session(
             plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=config.seed,
-            observe=observe,
+            root=plan.root, personal=personal, observe=observe, public_tasks=algorithm.public_tasks,
         )  # fmt: skip
         state, gauge, done = algorithm.start(session), _Gauge(plan, store), 0
-        checkpoint = store.latest()
         if checkpoint is not None:
             done, state = checkpoint.round, type(state)(**checkpoint.state)
-            session.personal = dict(checkpoint.personal)
         for number in range(done + 1, algorithm.rounds + 1):
             started = time.perf_counter()
             session.begin(number)
@@ -188,33 +192,34 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> None:
             _check_finite(state, number)
             evaluated = number % config.metrics.every == 0 or number == algorithm.rounds
             if evaluated:
-                scores += _evaluate(plan, session, engine, state)
-            store.finish_round(number, time.perf_counter() - started, scores, state, session.personal)
+                scores += _evaluate(plan, engine, number, state, personal)
+            store.finish_round(number, time.perf_counter() - started, scores, state, personal)
             scores.clear()
             if progress:
                 progress(gauge.report(number, _summaries(plan, store)[1] if evaluated else None))
         _save_models(plan, store, state)
 
 
-def _evaluate(plan: Plan, session: Session, engine: LocalEngine, state: object) -> list[Score]:
+def _evaluate(
+    plan: Plan, engine: LocalEngine, number: int, state: object, personal: Mapping[int, Mapping[str, torch.Tensor]]
+) -> list[Score]:
     """Score the served models on the clients' test records. The numbers go to the metrics table only."""
     served = plan.algorithm.serve(plan.facts, state)
     calls = [
         Call(
             client,
             {"model": served[client]} if isinstance(served, Pick) else {},
-            personal=session.personal.get(client, {}),
+            personal=personal.get(client, {}),
         )
         for client in plan.facts.clients.tolist()
     ]
     scores = []
-    for client, reply in engine.run(Job(evaluate, f"round {session.round}, evaluation", {}, calls)):
+    for client, reply in engine.run(Job(evaluate, f"round {number}, evaluation", {}, calls)):
         cluster = int(served.index[client]) if isinstance(served, Pick) else None
         values = dict(reply.diagnostics)
         n = int(values.pop("n"))
         scores += [
-            Score(session.round, client, "test", "served", metric, value, cluster, n)
-            for metric, value in values.items()
+            Score(number, client, "test", "served", metric, value, cluster, n) for metric, value in values.items()
         ]
     return scores
 
@@ -222,7 +227,7 @@ def _evaluate(plan: Plan, session: Session, engine: LocalEngine, state: object) 
 def _finish(plan: Plan, store: Store) -> RunResult:
     """The statement and the result of a run whose rounds are all done."""
     posted, spent = plan.spent(store.ledger, plan.config.privacy.accountant)
-    statement = plan.statement(posted, spent, store.ledger.declared(), complete=True)
+    statement = plan.statement(posted, spent, complete=True)
     store.write("statement.json", json.dumps(statement.to_json(), indent=2).encode())
     metrics, _ = _summaries(plan, store)
     name = plan.config.algorithm.name

@@ -8,8 +8,8 @@ is a type error.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -21,8 +21,8 @@ from fairveil.data.federation import ClientData
 from fairveil.errors import PrivacyError
 from fairveil.models import Model
 from fairveil.privacy.ledger import FEDERATION, Entry, Ledger
-from fairveil.privacy.mechanisms import ClientMechanism, CohortSums, Mechanism
-from fairveil.privacy.release import Kept, Plain, Public, Release, Reply, Share
+from fairveil.privacy.mechanisms import ClientMechanism, CohortSums, Mechanism, canonical
+from fairveil.privacy.release import MINT, Kept, Plain, Public, Release, Reply, Share
 from fairveil.streams import Stream
 
 
@@ -57,9 +57,11 @@ class Terms:
 
 @dataclass(frozen=True)
 class Cohort:
-    """Clients drawn independently at `sample_rate`. The draw is secret, and may be summed once."""
+    """Clients drawn independently at `sample_rate`; it may be summed once.
 
-    clients: np.ndarray
+    Who was drawn, and how many, is secret: it does not say.
+    """
+
     sample_rate: float
     draw: str
 
@@ -87,7 +89,11 @@ class Pick:
 
 @dataclass(frozen=True)
 class Member:
-    """One client of a block, as a task sees it."""
+    """One client of a block, as a task sees it. What it holds is read, never written.
+
+    Engines make members. A mechanism reads its records and its start from the member it is given, so a member made
+    up by a task would let it feed a mechanism what the price does not cover.
+    """
 
     data: ClientData
     model: Model
@@ -95,6 +101,11 @@ class Member:
     mechanism: Mechanism | None
     personal: Mapping[str, Tensor]
     key: tuple[int | str, ...]  # names the client's random streams in this request
+    mint: InitVar[object] = None
+
+    def __post_init__(self, mint: object) -> None:
+        if mint is not MINT:
+            raise TypeError("a Member is made by the engine: a task works with the members it is given")
 
     def stream(self, purpose: str) -> Stream:
         """Randomness of this client for this request."""
@@ -112,11 +123,12 @@ class Call:
     each: Mapping[str, Plain] = field(default_factory=dict)
     mechanism: Mechanism | None = None
     personal: Mapping[str, Tensor] = field(default_factory=dict)
+    digest: bytes = b""  # of all that decides the reply
 
 
 @dataclass(frozen=True)
 class Job:
-    """One task for many clients. `request` names it within the run and is the root of its random streams."""
+    """One task for many clients. Request, client and digest name a client's random streams within the run."""
 
     task: Task
     request: str
@@ -135,35 +147,47 @@ Observe = Callable[[int, str, Mapping[str, float]], None]
 
 
 class Session:
-    """The door. One object serves a whole run; the runner sets `round`.
+    """The door. One object serves a whole run; the runner begins the rounds.
 
     Args:
         terms: by unit, as planned.
+        public_tasks: names of the tasks that may answer with public values; the statement gives their reasons.
+        seed: of the run; the root of what may be the same in other runs (the first model).
+        root: of all other randomness. It names the whole run (seed, config, data), so that no two runs share noise:
+            two budgets under one noise would give the data away.
+        personal: by client, as the runner saves it.
         observe: takes (client, task, diagnostics) to the metrics table.
     """
 
     def __init__(
         self, facts: Facts, terms: Mapping[int, Terms], *, model: Model, engine: Engine, ledger: Ledger,
-        seed: int, observe: Observe,
+        seed: int, root: str, personal: dict[int, Mapping[str, Tensor]], observe: Observe,
+        public_tasks: Container[str] = (),
     ) -> None:  # fmt: skip
         self.facts, self.terms, self.model = facts, terms, model
-        self.round = 0
-        self.personal: dict[int, Mapping[str, Tensor]] = {}
-        self._engine, self._ledger, self._seed, self._observe = engine, ledger, seed, observe
-        self._asked = 0
-        self._drawn: dict[str, Cohort] = {}  # the cohorts of this round that have not been summed yet
+        self._engine, self._ledger, self._observe, self._personal = engine, ledger, observe, personal
+        self._seed, self._root, self._public_tasks = seed, root, public_tasks
+        self._round = self._asked = 0
+        self._drawn: dict[str, np.ndarray] = {}  # the draws of this round that have not been summed yet
+
+    @property
+    def round(self) -> int:
+        """The number of this round, from 1; 0 in start()."""
+        return self._round
 
     def begin(self, number: int) -> None:
-        """Start a round (from 1); for the runner."""
-        self.round, self._asked = number, 0
+        """Start a round; for the runner. A round that is over does not come again."""
+        if number <= self._round:
+            raise PrivacyError(f"round {number} cannot begin again: its requests have been answered")
+        self._round, self._asked = number, 0
         self._drawn.clear()
 
     def stream(self, purpose: str) -> Stream:
         """Randomness for the server itself, anew each round."""
-        return Stream(self._seed, "server", purpose, self.round)
+        return Stream(self._root, "server", purpose, self.round)
 
     def initial_model(self, purpose: str = "initial model") -> Tensor:
-        """Fresh parameters (p,); the same for the same purpose throughout the run."""
+        """Fresh parameters (p,); the same for the same seed and purpose, in this run and others."""
         return self.model.initial(Stream(self._seed, purpose))
 
     @property
@@ -174,9 +198,8 @@ class Session:
     def cohort(self, sample_rate: float) -> Cohort:
         """Draw every client independently with probability `sample_rate`: a new draw at each call."""
         draw = self._next("cohort")
-        drawn = Stream(self._seed, draw).coins(len(self.facts.size), sample_rate)
-        self._drawn[draw] = Cohort(drawn.numpy(), sample_rate, draw)
-        return self._drawn[draw]
+        self._drawn[draw] = Stream(self._root, draw).coins(len(self.facts.size), sample_rate).numpy()
+        return Cohort(sample_rate, draw)
 
     def ask(
         self,
@@ -190,43 +213,24 @@ class Session:
         """What each client releases, in the order of `clients`.
 
         Args:
-            mechanism: made from each client's own terms; None where nothing private may leave.
-            shared: inputs that all get; each: inputs of which every client gets its own row.
+            mechanism: made from each client's own terms. With one, every client must release by it; without one, all
+                keep everything to themselves, or all answer with public values.
+            shared: inputs that all get.
+            each: inputs of which every client gets its own row.
 
         Raises:
-            TypeError: a client answered with something that has no price.
+            TypeError: a client answered with something that has no price, or did not answer as the others.
             PrivacyError: what was released was not planned. No value becomes visible.
         """
-        shared, each = shared or {}, each or {}
         if mechanism and not all(int(i) in self.terms for i in clients):
             raise PrivacyError("single clients release nothing here: the plan protects whole clients, see Session.sum")
-        calls = [
-            Call(
-                int(i),
-                {name: pick[int(i)] for name, pick in each.items()},
-                mechanism(self.terms[int(i)]) if mechanism else None,
-                self.personal.get(int(i), {}),
-            )
-            for i in clients
-        ]
-        job = Job(task, self._next("ask"), shared, calls)
+        mechanisms = [mechanism(self.terms[int(i)]) if mechanism else None for i in clients]
+        job = self._job("ask", task, clients, mechanisms, shared or {}, each or {})
         replies = dict(self._engine.run(job))
-        digest = digest_of(task, shared)
-        entries = []
-        for call in calls:
-            out = replies[call.client].out
-            if isinstance(out, Release):
-                if call.mechanism is None or out.mechanism != call.mechanism:
-                    raise TypeError(f"task {task.__name__}: released by {out.mechanism}, asked {call.mechanism}")
-                inputs = digest_of(task, call.each, digest)
-                entries.append(Entry(call.client, job.request, call.mechanism, inputs))
-            elif isinstance(out, Public):
-                self._ledger.declare(job.request, task.__name__, out.reason)
-            elif not isinstance(out, Kept):
-                raise _unpriced(task, out, "Session.ask takes Release, Public or Kept")
-        self._ledger.post(entries)
+        values = self._checked(job, [replies[call.client].out for call in job.calls])
+        self._ledger.post([Entry(c.client, job.request, c.mechanism, c.digest) for c in job.calls if c.mechanism])
         self._keep(task, replies)
-        return [{} if isinstance(out := replies[c.client].out, Kept) else out.value for c in calls]
+        return values
 
     def sum(
         self,
@@ -239,35 +243,76 @@ class Session:
         """Noisy sums of the cohort's shares: one event in the federation's ledger, whoever was drawn.
 
         Raises:
-            TypeError: a client answered with something else than a share of this mechanism.
-            PrivacyError: not planned, or a draw summed twice.
+            TypeError: a client answered with something else than a share of this mechanism; a draw summed twice.
+            PrivacyError: not planned. No value becomes visible.
         """
-        shared = shared or {}
-        if self._drawn.get(cohort.draw) is not cohort:
+        if cohort.draw not in self._drawn:
             raise TypeError(
                 "only a cohort that this session drew in this round can be summed, and only once: the price is that of "
                 "a random draw; put all that is needed of one draw into one CohortSums"
             )
         if cohort.sample_rate != mechanism.sample_rate:
             raise TypeError(f"cohort drawn at {cohort.sample_rate}, mechanism priced at {mechanism.sample_rate}")
-        del self._drawn[cohort.draw]
-        calls = [Call(int(i), {}, mechanism, self.personal.get(int(i), {})) for i in cohort.clients]
-        job = Job(task, self._next("sum"), shared, calls)
+        clients = self._drawn.pop(cohort.draw)
+        job = self._job("sum", task, clients, [mechanism] * len(clients), shared or {}, {})
         exact, replies = mechanism.zero(), {}
         for client, reply in self._engine.run(job):  # in any order: the sum is exact
             if not isinstance(reply.out, Share) or reply.out.mechanism != mechanism:
                 raise _unpriced(task, reply.out, "Session.sum takes a Share of the mechanism it was given")
             mechanism.add(exact, reply.out)
             replies[client] = Reply(Kept(), reply.keep, reply.diagnostics)  # the share itself is let go
-        noisy = mechanism.finish(exact, Stream(self._seed, job.request, "noise"))
-        self._ledger.post([Entry(FEDERATION, job.request, mechanism, digest_of(task, shared))])
+        inputs = digest_of(task, mechanism, shared or {}, {}, b"".join(call.digest for call in job.calls))
+        noisy = mechanism.finish(exact, Stream(self._root, job.request, "noise", inputs.hex()))
+        self._ledger.post([Entry(FEDERATION, job.request, mechanism, inputs)])
         self._keep(task, replies)
         return noisy
+
+    def _job(
+        self, what: str, task: Task, clients: np.ndarray, mechanisms: Sequence[Mechanism | None],
+        shared: Mapping[str, Plain], each: Mapping[str, Pick],
+    ) -> Job:  # fmt: skip
+        """The job with every client's digest, taken before any task has touched an input."""
+        if "<locals>" in task.__qualname__:
+            raise TypeError(
+                f"task {task.__qualname__} must be a function of a module: it travels, and sees its members only"
+            )
+        if len(set(clients.tolist())) < len(clients):
+            raise TypeError("a client is asked twice in one request: its second answer would be an unpriced one")
+        calls = []
+        for client, mechanism in zip(clients.tolist(), mechanisms, strict=True):
+            own = {name: pick[client] for name, pick in each.items()}
+            kept = self._personal.get(client, {})
+            calls.append(Call(client, own, mechanism, kept, digest_of(task, mechanism, {**shared, **own}, kept)))
+        return Job(task, self._next(what), shared, calls)
+
+    def _checked(self, job: Job, outs: Sequence[object]) -> list[Mapping[str, Plain]]:
+        """The values of replies that all have a price, or all need none.
+
+        Who releases and who does not would itself be a message, so clients answer alike.
+        """
+        task, values = job.task, []
+        for call, out in zip(job.calls, outs, strict=True):
+            if isinstance(out, Release):
+                if out.mechanism != call.mechanism:
+                    raise TypeError(f"task {task.__name__}: released by {out.mechanism}, asked {call.mechanism}")
+                if set(out.value) != set(out.mechanism.outputs):
+                    raise TypeError(f"task {task.__name__}: {sorted(out.value)} sent, {out.mechanism.outputs} priced")
+            elif call.mechanism is not None:
+                raise _unpriced(task, out, "asked with a mechanism, every client answers with a Release by it")
+            elif isinstance(out, Public):
+                if task.__name__ not in self._public_tasks:
+                    raise TypeError(f"task {task.__name__} is not among the algorithm's public_tasks, with its reason")
+            elif not isinstance(out, Kept):
+                raise _unpriced(task, out, "asked without a mechanism, a client answers with Kept or Public")
+            values.append({} if isinstance(out, Kept) else out.value)
+        if len({frozenset(value) for value in values}) > 1:
+            raise TypeError(f"task {task.__name__}: clients answered with different things; that itself says something")
+        return values
 
     def _keep(self, task: Task, replies: Mapping[int, Reply]) -> None:
         for client, reply in replies.items():
             if reply.keep is not None:
-                self.personal[client] = reply.keep
+                self._personal[client] = reply.keep
             if reply.diagnostics:
                 self._observe(client, task.__name__, reply.diagnostics)
 
@@ -280,21 +325,40 @@ class Session:
 
 def _unpriced(task: Task, out: object, rule: str) -> TypeError:
     return TypeError(
-        f"task {task.__name__} answered with {type(out).__name__}, which has no price. {rule}; a number for "
+        f"task {task.__name__} answered with {type(out).__name__}, which has no price here: {rule}. A number for "
         "the metrics table goes into diagnostics, a client's own state into keep."
     )
 
 
-def digest_of(task: Task, inputs: Mapping[str, Plain], before: bytes = b"") -> bytes:
-    """A digest of a task's name and its inputs."""
+def digest_of(
+    task: Task,
+    mechanism: Mechanism | None,
+    inputs: Mapping[str, Plain],
+    personal: Mapping[str, Tensor],
+    before: bytes = b"",
+) -> bytes:
+    """A digest of all that decides a reply, besides the client's records and the request.
+
+    Raises:
+        TypeError: an input that is neither a tensor nor a plain value.
+    """
     state = hashlib.blake2b(before, digest_size=16)
-    state.update(f"{task.__module__}.{task.__qualname__}".encode())
-    for name in sorted(inputs):
-        value = inputs[name]
-        if isinstance(value, Tensor):
-            state.update(f"{name}:{value.dtype}:{tuple(value.shape)}".encode())
-            state.update(torch.atleast_1d(value.detach()).contiguous().numpy().tobytes())
-        else:
-            text = value.hex() if isinstance(value, float) else repr(value)
-            state.update(f"{name}:{type(value).__name__}:{text}".encode())
+
+    def add(data: bytes) -> None:
+        state.update(len(data).to_bytes(8, "big"))  # so that no two lists of fields run together
+        state.update(data)
+
+    add(f"{task.__module__}.{task.__qualname__}".encode())
+    add(canonical(mechanism).encode() if mechanism else b"")
+    for kind, values in (("input", inputs), ("personal", personal)):
+        for name in sorted(values):
+            value = values[name]
+            if isinstance(value, Tensor):
+                add(f"{kind} {name} {value.dtype} {tuple(value.shape)}".encode())
+                add(torch.atleast_1d(value.detach()).contiguous().numpy().tobytes())
+            elif isinstance(value, int | float | str | bool):
+                text = value.hex() if isinstance(value, float) else repr(value)
+                add(f"{kind} {name} {type(value).__name__} {text}".encode())
+            else:
+                raise TypeError(f"{kind} {name!r} is a {type(value).__name__}: tensors and plain values only")
     return state.digest()

@@ -32,8 +32,8 @@ class Stream:
         self.numpy = np.random.Generator(np.random.PCG64DXSM(int.from_bytes(digest, "big")))
 
     def normal(self, shape: int | Sequence[int]) -> Tensor:
-        """Independent standard normal values, float32."""
-        return torch.from_numpy(self.numpy.standard_normal(shape, dtype=np.float32))
+        """Independent standard normal values, float64."""
+        return torch.from_numpy(np.asarray(self.numpy.standard_normal(shape)))
 
     def coins(self, count: int, probability: float) -> Tensor:
         """The indices below `count` whose coin came up: each independently with `probability` (Poisson sampling)."""

@@ -14,7 +14,7 @@ from fairveil.privacy.ledger import FEDERATION, Entry, Ledger
 from fairveil.privacy.mechanisms import CohortSums, NoisyTraining, Part, canonical
 
 TRAINING = NoisyTraining(0.25, 4, clip_norm=1.0, noise_multiplier=1.2, expected_batch=32.0)
-SUMS = CohortSums((Part("update", (3,), 1.0, 2.0),), 0.5, "server")
+SUMS = CohortSums((Part("update", (3,), 1.0, 2.0),), 0.5)
 
 
 @pytest.fixture

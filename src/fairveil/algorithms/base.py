@@ -34,6 +34,7 @@ class Algorithm(BaseModel, ABC, Generic[S]):
     unit: ClassVar[Unit]  # what the guarantee protects
     trust: ClassVar[str]  # who is trusted with what, in words, for the statement
     public: ClassVar[dict[str, str]] = {}  # what else is used as public, and why
+    public_tasks: ClassVar[dict[str, str]] = {}  # tasks that may answer with Public values, and why they are public
 
     rounds: int = Field(30, ge=1, description="E, global rounds")
 

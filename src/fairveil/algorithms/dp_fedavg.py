@@ -43,7 +43,7 @@ class DPFedAvg(Algorithm[State]):
     def cohort_sum(self, terms: Terms) -> CohortSums:
         """The sum of one round: bound S = clip_norm, noise z * S."""
         update = Part("update", (terms.facts.parameters,), terms.facts.clip_norm, terms.noise_multiplier)
-        return CohortSums((update,), self.sample_rate, "server")
+        return CohortSums((update,), self.sample_rate)
 
     def releases(self, terms: Terms) -> Counter[Mechanism]:
         return Counter({self.cohort_sum(terms): self.rounds}) if terms.size is None else Counter()

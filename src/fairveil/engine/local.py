@@ -1,6 +1,6 @@
 """The engine of one machine: tasks run here, or in persistent worker processes, one torch thread each.
 
-A client's reply depends on the run's seed, the request and the client alone, so neither the number of workers
+A client's reply depends on the run, the request, its inputs and the client alone, so neither the number of workers
 nor the size of a block changes a result. Workers come from a fork server that has torch loaded and no database
 open; they ignore Ctrl-C (the runner decides) and die with their parent.
 """
@@ -29,7 +29,7 @@ from torch import Tensor
 from fairveil.data.federation import ClientData, Federation
 from fairveil.errors import RunFault, UserError
 from fairveil.models import ModelSpec
-from fairveil.privacy.release import Reply
+from fairveil.privacy.release import MINT, Reply
 from fairveil.session import Call, Job, Member
 
 CACHED_BYTES = 1 << 30  # of loaded records that one process keeps; the rest is loaded anew each time
@@ -38,9 +38,9 @@ CACHED_BYTES = 1 << 30  # of loaded records that one process keeps; the rest is 
 class Bench:
     """One process's work place: the model, and the clients' data as far as it is cached."""
 
-    def __init__(self, federation: Federation, spec: ModelSpec, seed: int, block: int) -> None:
+    def __init__(self, federation: Federation, spec: ModelSpec, root: str, block: int) -> None:
         self.federation, self.model = federation, spec.build()
-        self.seed, self.block = seed, block
+        self.root, self.block = root, block
         self._cache: dict[int, ClientData] = {}
         self._cached = 0
 
@@ -48,7 +48,14 @@ class Bench:
         """The replies of the job's clients, block by block."""
         for start in range(0, len(job.calls), self.block):
             calls = job.calls[start : start + self.block]
-            replies = job.task([self._member(job, call) for call in calls])
+            members = [self._member(job, call) for call in calls]
+            before = [_versions(member) for member in members]
+            replies = job.task(members)
+            if before != [_versions(member) for member in members]:
+                raise TypeError(
+                    f"task {job.task.__name__} wrote into its inputs, its client's records or personal state in place: "
+                    "they are shared with others; work on a clone"
+                )
             if len(replies) != len(calls) or not all(isinstance(reply, Reply) for reply in replies):
                 raise TypeError(
                     f"task {job.task.__name__} must return one Reply for each client of its block; "
@@ -57,9 +64,9 @@ class Bench:
             yield [(call.client, reply) for call, reply in zip(calls, replies, strict=True)]
 
     def _member(self, job: Job, call: Call) -> Member:
-        key = (self.seed, job.request, call.client)
+        key = (self.root, job.request, call.client, call.digest.hex())
         inputs = {**job.shared, **call.each}
-        return Member(self._data(call.client), self.model, inputs, call.mechanism, call.personal, key)
+        return Member(self._data(call.client), self.model, inputs, call.mechanism, call.personal, key, MINT)
 
     def _data(self, client: int) -> ClientData:
         if client in self._cache:
@@ -71,25 +78,26 @@ class Bench:
         return data
 
 
+def _versions(member: Member) -> list[int]:
+    """How often each tensor that the member holds has been written in place."""
+    data = (member.data.train.x, member.data.train.y, member.data.test.x, member.data.test.y)
+    return [t._version for t in (*data, *member.inputs.values(), *member.personal.values()) if isinstance(t, Tensor)]
+
+
 class LocalEngine:
     """Runs jobs on this machine.
 
     Args:
+        root: of the random streams of all members.
         workers: processes, one for each core if None; 1 runs everything in this one.
         block: clients that a task sees at once.
     """
 
     def __init__(
-        self,
-        federation: Federation,
-        spec: ModelSpec,
-        *,
-        seed: int,
-        workers: int | None = None,
-        block: int = 8,
+        self, federation: Federation, spec: ModelSpec, *, root: str, workers: int | None = None, block: int = 8
     ) -> None:
         self.workers = min(workers or usable_cores(), federation.clients)
-        self._bench = (federation, spec, seed, block)
+        self._bench = (federation, spec, root, block)
         self._inline: Bench | None = None
         self._team: list[_Worker] = []
 

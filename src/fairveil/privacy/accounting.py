@@ -15,9 +15,8 @@ import logging
 import math
 import os
 import sqlite3
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +25,6 @@ from typing import Any, Literal, NamedTuple
 import attr
 import dp_accounting as dpa
 import numpy as np
-import numpy.typing as npt
 from dp_accounting.pld import pld_pmf
 from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
 from dp_accounting.rdp import RdpAccountant, compute_epsilon
@@ -37,10 +35,12 @@ from fairveil.errors import UserError
 Accountant = Literal["rdp", "pld", "tightest"]
 Adjacency = Literal["add-remove", "replace"]
 Events = Mapping[dpa.DpEvent, int]
-Floats = npt.NDArray[np.float64]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 _NUMBERS = f"1/{version('dp-accounting')}"  # raise the first whenever a price could come out differently
 _LEAST_NOISE, _MOST_NOISE = 1e-2, 1e6  # calibration looks nowhere else
+# Without sampling the first is enough. With it, nobody has proved that removal is the worse under composition.
+_DIRECTIONS = {"add-remove": [AdjacencyType.REMOVE, AdjacencyType.ADD], "replace": [AdjacencyType.REPLACE]}
 _memory: dict[str, list[float]] = {}  # the cache of this process, in front of the one on disk
 
 # This warning says that an order was left out of the search for the best: nothing a user could or should mend.
@@ -51,9 +51,9 @@ logging.getLogger("absl").addFilter(lambda record: "_compute_log_a_frac failed" 
 class SelectionDpEvent(dpa.DpEvent):
     """One choice by the exponential mechanism, of *bounded range* epsilon.
 
-    The log-ratio of the probabilities of any two outcomes moves by at most `epsilon` between neighbours. To scale
-    the noise so that this holds (Gumbel of scale Delta/epsilon for a monotone score, 2*Delta/epsilon otherwise) is
-    the mechanism's duty: the price of the event is the same under every adjacency.
+    The log-ratio of the probabilities of any two outcomes moves by at most `epsilon` between neighbours. The mechanism
+    sees to that (Gumbel noise of scale Delta/epsilon for a monotone score, 2*Delta/epsilon otherwise), so that the
+    event costs the same under every adjacency.
     """
 
     epsilon: float
@@ -79,11 +79,7 @@ def price(
             compositions of them (a ComposedDpEvent can only be a key if it holds a tuple).
         delta: in (0, 1).
         adjacency: between neighbours a unit is added or removed, or replaced by another.
-        accountant: "tightest" takes the smaller of both prices.
-
-    Raises:
-        UserError: delta outside (0, 1), or "rdp" under "replace".
-        UnsupportedEventError: an event of another kind.
+        accountant: "tightest" takes the smaller of both prices; "rdp" is refused (UserError) under "replace".
     """
     _check(1.0, delta, adjacency, accountant)
     return _price(_compose(events.items()), float(delta), adjacency, accountant)
@@ -97,19 +93,15 @@ def calibrate(
     adjacency: Adjacency = "add-remove",
     accountant: Accountant = "tightest",
 ) -> float:
-    """The smallest noise multiplier whose events cost at most `epsilon`; at most about 0.1% above the optimum.
+    """The smallest noise multiplier (from 0.01 on) whose events cost at most `epsilon`, to about 0.1%.
 
     Never too little noise: for the z returned, `price(events_at(z), ...).epsilon <= epsilon` holds as floats.
 
     Args:
         events_at: noise multiplier z -> all events; what they cost must not rise with z.
-        epsilon: the budget, positive.
+        epsilon: the budget; a UserError if it is not positive, or used up by events that do not depend on z.
         delta: in (0, 1).
-        adjacency: as in `price`.
-        accountant: as in `price`.
-
-    Raises:
-        UserError: the budget is not positive, or used up by events that do not depend on z.
+        adjacency: as in `price`; so is the accountant.
     """
     _check(epsilon, delta, adjacency, accountant)
 
@@ -125,37 +117,25 @@ def calibrate(
     # A function has no name: its events at a few multipliers stand for it. Functions that agree there and differ
     # elsewhere do no harm, because what was solved before is priced again with the events at hand.
     probes = [compose(z) for z in (1.0, 1.7, 3.1)]
-    if probes[0] == probes[1] == probes[2]:
-        raise ValueError("there is nothing to calibrate: these events do not depend on the noise")
     (z,) = _cached(("calibrate", *probes, float(epsilon), float(delta), adjacency, accountant), solve)
     return z if cost(z) <= epsilon else solve()[0]
 
 
 def calibrate_many(
-    requests: Iterable[Callable[[float], Events]],
-    epsilon: float,
-    delta: float,
-    *,
-    adjacency: Adjacency = "add-remove",
-    accountant: Accountant = "tightest",
+    requests: Iterable[Callable[[float], Events]], epsilon: float, delta: float, **terms: Any
 ) -> list[float]:
-    """`calibrate` for each unit (client, say); equal requests are solved once, thanks to the cache."""
-    return [calibrate(one, epsilon, delta, adjacency=adjacency, accountant=accountant) for one in requests]
+    """`calibrate` for each unit (client, say) on the same terms; equal requests are solved once: they are cached."""
+    return [calibrate(events_at, epsilon, delta, **terms) for events_at in requests]
 
 
 def _check(epsilon: float, delta: float, adjacency: Adjacency, accountant: Accountant) -> None:
-    if not 0 < epsilon < math.inf:
-        raise UserError(
-            f"privacy.epsilon = {epsilon} is not a budget.",
-            "It must be positive and finite: no noise reaches zero, and infinity needs none.",
-            "privacy.epsilon = 5.0",
-        )
-    if not 0 < delta < 1:
-        raise UserError(
-            f"privacy.delta = {delta} is not a probability of failure.",
-            "It must lie strictly between 0 and 1, and below 1/n to mean anything.",
-            "privacy.delta = 1e-5",
-        )
+    for name, value, limit, fix in (("epsilon", epsilon, math.inf, 5.0), ("delta", delta, 1, 1e-5)):
+        if not 0 < value < limit:
+            raise UserError(
+                f"privacy.{name} = {value} is out of range.",
+                f"It must lie strictly between 0 and {limit}: no noise reaches 0, and {limit} promises nothing.",
+                f"privacy.{name} = {fix}",
+            )
     if accountant == "rdp" and adjacency == "replace":
         raise UserError(
             'privacy.accountant = "rdp" does not go with privacy.adjacency = "replace".',
@@ -173,24 +153,22 @@ class _Composition(NamedTuple):
     selections: tuple[tuple[float, int], ...]  # (epsilon, count)
 
 
-def _leaves(events: Iterable[tuple[dpa.DpEvent, int]]) -> Iterator[tuple[dpa.DpEvent, int]]:
-    for event, count in events:
-        if count < 0 or count != int(count):
-            raise ValueError(f"{event} cannot happen {count} times")
-        if isinstance(event, dpa.SelfComposedDpEvent):
-            yield from _leaves([(event.event, event.count * count)])
-        elif isinstance(event, dpa.ComposedDpEvent):
-            yield from _leaves((part, count) for part in event.events)
-        elif count and not isinstance(event, dpa.NoOpDpEvent):
-            yield event, int(count)
-
-
 def _compose(events: Iterable[tuple[dpa.DpEvent, int]]) -> _Composition:
     precisions: list[float] = [0.0]
     sampled: Counter[tuple[float, float]] = Counter()
     selections: Counter[float] = Counter()
-    for event, count in _leaves(events):
-        if isinstance(event, dpa.GaussianDpEvent):
+    todo = list(events)
+    while todo:
+        event, count = todo.pop()
+        if count < 0 or count != int(count):
+            raise ValueError(f"{event} cannot happen {count} times")
+        if count == 0 or isinstance(event, dpa.NoOpDpEvent):
+            continue
+        if isinstance(event, dpa.SelfComposedDpEvent):
+            todo.append((event.event, event.count * count))
+        elif isinstance(event, dpa.ComposedDpEvent):
+            todo.extend((part, count) for part in event.events)
+        elif isinstance(event, dpa.GaussianDpEvent):
             z = _within(event.noise_multiplier, math.inf, event)
             precisions.append(count / z / z if z else math.inf)
         elif isinstance(event, dpa.PoissonSampledDpEvent):
@@ -201,16 +179,15 @@ def _compose(events: Iterable[tuple[dpa.DpEvent, int]]) -> _Composition:
             if q == 1 or (q and inner.precision == math.inf):
                 precisions.append(count * inner.precision)
             elif q and inner.precision:
-                sampled[q, 1 / math.sqrt(inner.precision)] += count
+                sampled[q, 1 / math.sqrt(inner.precision)] += int(count)
         elif isinstance(event, SelectionDpEvent):
-            if e := _within(event.epsilon, sys.float_info.max, event):
-                selections[e] += count
+            selections[_within(event.epsilon, 1e300, event)] += int(count)
         elif isinstance(event, dpa.NonPrivateDpEvent):
             precisions.append(math.inf)  # no noise, no guarantee
         else:
             raise dpa.UnsupportedEventError(f"{event} has no price here.")
-    steps = sorted((q, z, n) for (q, z), n in sampled.items())
-    return _Composition(math.fsum(precisions), tuple(steps), tuple(sorted(selections.items())))
+    steps, choices = [(q, z, n) for (q, z), n in sampled.items()], [(e, n) for e, n in selections.items() if e]
+    return _Composition(math.fsum(precisions), tuple(sorted(steps)), tuple(sorted(choices)))
 
 
 def _within(value: float, high: float, event: dpa.DpEvent) -> float:
@@ -222,10 +199,8 @@ def _within(value: float, high: float, event: dpa.DpEvent) -> float:
 @np.errstate(all="ignore")
 def _price(what: _Composition, delta: float, adjacency: Adjacency, accountant: Accountant) -> Price:
     def compute() -> list[float]:
-        return [
-            _rdp_epsilon(what, delta) if accountant != "pld" and adjacency == "add-remove" else math.inf,
-            _pld_epsilon(what, delta, adjacency) if accountant != "rdp" else math.inf,
-        ]
+        rdp = _rdp_epsilon(what, delta) if accountant != "pld" and adjacency == "add-remove" else math.inf
+        return [rdp, _pld_epsilon(what, delta, adjacency) if accountant != "rdp" else math.inf]
 
     rdp = pld = what.precision
     if rdp < math.inf and any(what):
@@ -239,16 +214,14 @@ def _rdp_epsilon(what: _Composition, delta: float) -> float:
 
     @functools.cache
     def bound(log_order: float) -> float:
-        order = 1 + 2.0**log_order
-        order = order if order < 32 else round(order)  # a large fractional order needs too long a series
+        order = 1 + 2.0**log_order if log_order < 5 else 1 + round(2**log_order)  # a large one must be an integer
         accountant = RdpAccountant([order])
         for q, z, count in what.sampled:
             accountant.compose(dpa.PoissonSampledDpEvent(q, dpa.GaussianDpEvent(z)), count)
         rdp = float(accountant.rdp[0]) + order * what.precision / 2
         # Bounded range epsilon is epsilon^2/8-zCDP (Cesar and Rogers 2021); it is also epsilon-DP.
         rdp += sum(count * min(order * e * e / 8, e) for e, count in what.selections)
-        # A divergence that rounding made negative would be priced at epsilon = 0: we add more than the
-        # rounding error of a step, which stays below 1e-12.
+        # What rounding makes negative would be priced at 0: we add more than the rounding error, 1e-12 a step.
         rdp = max(rdp, 0.0) * (1 + 1e-12) + 1e-12 * steps
         return math.inf if math.isnan(rdp) else float(compute_epsilon([order], [rdp], delta)[0])
 
@@ -260,29 +233,24 @@ def _rdp_epsilon(what: _Composition, delta: float) -> float:
 
 
 class _Step(NamedTuple):
-    """One kind of step: its privacy curve, the range where that is not trivial, and moments of its loss."""
+    """One kind of step: its privacy curve, the range where that is not trivial, and the variance of its loss."""
 
     curve: Callable[[Floats], Floats]  # x -> delta(x), the hockey-stick divergence at e^x
     low: float
     high: float
     times: int
-    mean: float
     variance: float
 
 
 def _pld_epsilon(what: _Composition, delta: float, adjacency: Adjacency) -> float:
     # Rounding moves the curve of a step, and the FFT of its loss, by some 1e-16 in delta (measured against long
-    # doubles); such errors add up over the steps. So we price at a delta that is smaller by more than that.
+    # doubles), and that adds up over the steps. So we price at a delta that is smaller by more than that.
     steps = 1 + sum(n for *_, n in what.sampled) + sum(n for *_, n in what.selections)
     target = delta - 2e-15 * steps
     if target < delta / 2:
         return math.inf
-    if adjacency == "replace":
-        directions = [AdjacencyType.REPLACE]
-    else:  # both alike without sampling; with it, that removal is the worse under composition is not proved
-        directions = [AdjacencyType.REMOVE, AdjacencyType.ADD][: 2 if what.sampled else 1]
     epsilon, spare = 0.0, 1e-6 * delta  # tails of this mass are cut off, and counted as infinite loss
-    for direction in directions:
+    for direction in _DIRECTIONS[adjacency][: 2 if what.sampled else 1]:
         kinds = _steps(what, direction, math.log(spare / steps))
         interval = _interval(kinds)
         if not interval < 1:  # losses of 100,000 and more: no number means anything, and floats overflow
@@ -290,8 +258,8 @@ def _pld_epsilon(what: _Composition, delta: float, adjacency: Adjacency) -> floa
         pmfs = []
         for kind in kinds:
             low, high = math.floor(kind.low / interval), math.ceil(kind.high / interval)
-            deltas = kind.curve(np.arange(low, high + 1, dtype=np.float64) * interval)
-            pmf = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, deltas)
+            curve = kind.curve(np.arange(low, high + 1, dtype=np.float64) * interval)
+            pmf = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, curve)
             if kind.times * (pmf.get_delta_for_epsilon(-math.inf) - 1) > 1:  # more mass than 1: all rounding
                 return math.inf
             pmfs.append(_repeat(pmf.to_dense_pmf(), kind, spare))
@@ -302,14 +270,11 @@ def _pld_epsilon(what: _Composition, delta: float, adjacency: Adjacency) -> floa
 
 def _repeat(pmf: pld_pmf.DensePLDPmf, kind: _Step, spare: float) -> pld_pmf.DensePLDPmf:
     """`kind.times` of a step. (Dense: the library's sparse form first computes size**times, an endless integer.)"""
-    if kind.times == 1:
-        return pmf
     if kind.times * kind.variance < 4 * (kind.high - kind.low) ** 2:
-        return pmf.self_compose(kind.times, spare)
-    # The library bounds the tails of a sum by exponential moments of an order not below 1/size. Where the sum is
-    # much wider than a step, that leaves arrays many times too long: so we go by way of sqrt(times).
-    inner = math.isqrt(kind.times)
-    outer, rest = divmod(kind.times, inner)
+        return pmf if kind.times == 1 else pmf.self_compose(kind.times, spare)
+    # The library bounds the tails of a sum by exponential moments of an order not below 1/size. Where the sum is much
+    # wider than a step, that leaves arrays many times too long: so we go by way of sqrt(times).
+    outer, rest = divmod(kind.times, inner := math.isqrt(kind.times))
     whole = pmf.self_compose(inner, spare / outer).self_compose(outer, spare)
     return whole.compose(pmf.self_compose(rest, spare), spare) if rest else whole
 
@@ -317,18 +282,17 @@ def _repeat(pmf: pld_pmf.DensePLDPmf, kind: _Step, spare: float) -> pld_pmf.Dens
 def _steps(what: _Composition, direction: AdjacencyType, log_tail: float) -> list[_Step]:
     replace, steps = direction == AdjacencyType.REPLACE, []
     for q, z, times in what.sampled:
-        loss = GaussianPrivacyLoss(z, sampling_prob=q, adjacency_type=direction, log_mass_truncation_bound=log_tail)
+        loss = GaussianPrivacyLoss(z, 1, True, log_tail, q, direction)
         ends = loss.connect_dots_bounds()
         low, high = ends.epsilon_lower, ends.epsilon_upper
-        steps.append(_Step(loss.get_delta_for_epsilon, low, high, times, *_moments(q, z, replace)))
+        steps.append(_Step(loss.get_delta_for_epsilon, low, high, times, _variance(q, z, replace)))
     if what.precision:
         shift = (2 if replace else 1) * math.sqrt(what.precision)  # of the mean, in standard deviations
         mean, reach = shift**2 / 2, -shift * float(special.ndtri_exp(log_tail))
         curve = functools.partial(_gaussian_curve, shift)
-        steps.append(_Step(curve, mean - reach, mean + reach, 1, mean, shift**2))
+        steps.append(_Step(curve, mean - reach, mean + reach, 1, shift**2))
     for e, times in what.selections:
-        curve = functools.partial(_selection_curve, e)
-        steps.append(_Step(curve, -e, e, times, min(e * e / 6, e), min(e * e / 3, 4.0)))
+        steps.append(_Step(functools.partial(_selection_curve, e), -e, e, times, min(e * e / 3, 4.0)))
     return steps
 
 
@@ -341,58 +305,51 @@ def _gaussian_curve(shift: float, x: Floats) -> Floats:
 def _selection_curve(epsilon: float, x: Floats) -> Floats:
     """delta(x) of a choice of bounded range epsilon.
 
-    The largest over all two-point pairs with losses t and t - epsilon (at t = (x + epsilon)/2), and one of those
-    dominates any pair of bounded range (Dong, Durfee and Rogers 2020). It is convex in e^x, so it is itself the
-    curve of a pair, and composes.
+    The largest over all two-point pairs with losses t and t - epsilon (at t = (x + epsilon)/2); one of those dominates
+    any pair of bounded range (Dong, Durfee and Rogers 2020). Convex in e^x, so itself the curve of a pair: it composes.
     """
     inside = np.expm1((np.clip(x, -epsilon, epsilon) - epsilon) / 2) ** 2 / -math.expm1(-epsilon)
     return np.where(x < -epsilon, -np.expm1(x), inside)
 
 
-def _moments(q: float, z: float, replace: bool) -> tuple[float, float]:
-    """Mean and variance of the privacy loss of a sampled Gaussian, roughly: for grids and first guesses."""
+def _variance(q: float, z: float, replace: bool) -> float:
+    """The variance of the privacy loss of a sampled Gaussian, roughly: for grids and first guesses."""
     nodes = np.linspace(-8, 8, 321)
     density = np.exp(-(nodes**2) / 2)
     x, weights = np.concatenate([z * nodes, z * nodes + 1]), np.concatenate([(1 - q) * density, q * density])
-
-    def present(x: Floats) -> Floats:
-        return np.logaddexp(np.log1p(-q), np.log(q) + (x - 0.5) / z**2)
-
-    loss = present(x) - (present(-x) if replace else 0)
-    mean = float(np.average(loss, weights=weights))
-    return mean, float(np.average((loss - mean) ** 2, weights=weights))
+    loss = np.logaddexp(np.log1p(-q), np.log(q) + (x - 0.5) / z**2)
+    if replace:
+        loss -= np.logaddexp(np.log1p(-q), np.log(q) - (x + 0.5) / z**2)
+    return float(np.cov(loss, aweights=weights))
 
 
 def _interval(kinds: Sequence[_Step]) -> float:
     """The grid of privacy losses.
 
-    Rounding a loss to its two neighbours on the grid adds h^2/6 to the variance of each step, and epsilon grows by
-    no more than the share of that in the whole: we allow 1e-3 (about 0.06% of epsilon). A fixed grid would be far
-    too coarse for many small steps, and needlessly fine for few large ones. Losses of selections are bounded, so
-    that the tail is made by the other steps: they hardly count.
+    Rounding a loss to its two neighbours on the grid adds h^2/6 to the variance of each step, and epsilon grows by no
+    more than the share of that in the whole: we allow 1e-3 (about 0.06% of epsilon). A fixed grid would be far too
+    coarse for many small steps. (The losses of selections are bounded and hardly count: others make the tail.)
     """
     steps = sum(kind.times for kind in kinds)
     variance = sum(kind.times * kind.variance * (1e-4 if kind.high == -kind.low else 1) for kind in kinds)
     width = sum(kind.high - kind.low + 17 * math.sqrt(kind.times * kind.variance) for kind in kinds)
     widest = max(kind.high - kind.low for kind in kinds)
-    # 20,000 points cost next to nothing. The upper limits are what a second and 300 MB allow; the lowest interval
-    # is that where rounding (1e-16 a point) would begin to make up mass.
+    # 20,000 points cost next to nothing; the limits are what a second and 300 MB allow, and rounding (1e-16 a point).
     finest = max(width / 500_000, widest / 100_000, 1e-12 * steps)
     return max(finest, min(width / 20_000, math.sqrt(6e-3 * variance / steps)))
 
 
 @np.errstate(all="ignore")
 def _estimate(what: _Composition, delta: float, adjacency: Adjacency) -> float:
-    """The log of what a normally distributed loss of the same mean and variance would cost."""
-    kinds = _steps(what, AdjacencyType.REPLACE if adjacency == "replace" else AdjacencyType.REMOVE, -30.0)
-    mean, variance = sum(kind.times * kind.mean for kind in kinds), sum(kind.times * kind.variance for kind in kinds)
-    return math.log(mean + max(float(special.ndtri(1 - delta)), 0.1) * math.sqrt(variance))
+    """The log of what a normally distributed loss would cost; its mean is half its variance."""
+    kinds = _steps(what, _DIRECTIONS[adjacency][0], -30.0)
+    variance = sum(kind.times * kind.variance for kind in kinds) + 1e-300
+    return math.log(variance / 2 + max(float(special.ndtri(1 - delta)), 0.1) * math.sqrt(variance))
 
 
 def _solve(estimate: Callable[[float], float], cost: Callable[[float], float], epsilon: float) -> float:
     """The root of cost(z) = epsilon, from above, along an estimate of log cost whose error varies slowly."""
-    low, high, best = math.log(_LEAST_NOISE), math.log(_MOST_NOISE), None
-    error, margin = 0.0, 5e-4
+    low, high, best, error, margin = math.log(_LEAST_NOISE), math.log(_MOST_NOISE), None, 0.0, 5e-4
     while high - low > 5e-4:
         x, target = (low + high) / 2, math.log(epsilon) - margin - error
         if estimate(low) > target > estimate(high):
@@ -419,25 +376,17 @@ def _solve(estimate: Callable[[float], float], cost: Callable[[float], float], e
 
 
 def _cached(parts: tuple[object, ...], compute: Callable[[], list[float]]) -> list[float]:
-    key = _digest(_NUMBERS, *parts)
+    key = hashlib.sha256(repr((_NUMBERS, *parts)).encode()).hexdigest()  # the repr of a float is exact
     if key not in _memory:
         row = _database("SELECT value, seal FROM kept WHERE key = ?", key)
-        if row and row[1] == _digest(key, row[0]):  # a damaged row must not become a price
+        if row and row[1] == hashlib.sha256(f"{key} {row[0]}".encode()).hexdigest():  # no damaged row is a price
             _memory[key] = [float.fromhex(number) for number in row[0].split()]
         else:
             _memory[key] = compute()
             value = " ".join(number.hex() for number in _memory[key])
-            _database("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", key, value, _digest(key, value))
+            seal = hashlib.sha256(f"{key} {value}".encode()).hexdigest()
+            _database("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", key, value, seal)
     return _memory[key]
-
-
-def _digest(*parts: object) -> str:
-    def text(part: object) -> str:
-        if isinstance(part, float):
-            return part.hex()
-        return f"({','.join(map(text, part))})" if isinstance(part, tuple) else str(part)
-
-    return hashlib.sha256(text(parts).encode()).hexdigest()
 
 
 def _database(statement: str, *values: str) -> Any:

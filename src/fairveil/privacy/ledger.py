@@ -28,8 +28,6 @@ CREATE TABLE IF NOT EXISTS plan (
 CREATE TABLE IF NOT EXISTS ledger (
     unit INTEGER NOT NULL, request TEXT NOT NULL, mechanism INTEGER NOT NULL REFERENCES mechanism,
     digest BLOB NOT NULL, PRIMARY KEY (unit, request)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS declared (
-    request TEXT NOT NULL, task TEXT NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (request, reason)) WITHOUT ROWID;
 """
 
 
@@ -116,16 +114,6 @@ class Ledger:
         for entry, mechanism in fresh:
             self._posted.setdefault(entry.unit, {})[entry.request] = (mechanism, entry.digest)
             self._counts.setdefault(entry.unit, Counter())[mechanism] += 1
-
-    def declare(self, request: str, task: str, reason: str) -> None:
-        """Note that a task answered with public values, for the statement."""
-        with self.database:
-            self.database.execute("INSERT OR IGNORE INTO declared VALUES (?, ?, ?)", (request, task, reason))
-
-    def declared(self) -> list[tuple[str, str, int]]:
-        """(task, reason, number of requests) of all public values."""
-        query = "SELECT task, reason, COUNT(*) FROM declared GROUP BY task, reason"
-        return list(self.database.execute(query))
 
     def entries(self) -> list[tuple[int, str, str, bytes]]:
         """Every entry: unit, request, mechanism in canonical form, digest of the inputs."""

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from dp_accounting import (
@@ -61,6 +61,10 @@ class Client(Protocol):
 class ClientMechanism(Mechanism, Protocol):
     """A mechanism that the client applies by itself."""
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the values it releases."""
+
     def release(self, client: Client) -> tuple[Release, dict[str, float]]:
         """The release, and diagnostics for the metrics table."""
 
@@ -71,7 +75,7 @@ def canonical(mechanism: Mechanism) -> str:
     def plain(value: Any) -> Any:
         if is_dataclass(value):
             named = {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-            return {"type": type(value).__name__} | named
+            return {"type": f"{type(value).__module__}.{type(value).__qualname__}"} | named
         if isinstance(value, tuple):
             return [plain(item) for item in value]
         return value.hex() if isinstance(value, float) else value
@@ -96,6 +100,16 @@ def noise_std(bound: float, noise_multiplier: float) -> float:
     return bound * noise_multiplier
 
 
+def on_grid(noisy: Tensor, std: float) -> Tensor:
+    """Noisy values (float64) rounded to a public grid of about a millionth of the noise.
+
+    The low bits of a floating-point sum can tell which numbers went into it (Mironov, "On Significance of the Least
+    Significant Bits for Differential Privacy", 2012). The grid keeps none of them.
+    """
+    grid = 2.0 ** math.floor(math.log2(std) - 20)
+    return (noisy / grid).round() * grid
+
+
 @dataclass(frozen=True)
 class NoisyTraining:
     """Local DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", 2016): `steps` noisy steps.
@@ -114,6 +128,11 @@ class NoisyTraining:
     noise_multiplier: float  # z
     expected_batch: float  # b; public, never the drawn size
 
+    def __post_init__(self) -> None:
+        if not (0 < self.sample_rate <= 1 and self.steps >= 1 and self.clip_norm > 0 and self.noise_multiplier >= 0):
+            raise ValueError(f"{self} makes no sense")
+        noise_std(self.clip_norm, self.noise_multiplier)
+
     @classmethod
     def epochs(cls, size: int, batch_size: int, epochs: int, *, clip_norm: float, noise_multiplier: float) -> Self:
         """`epochs` passes over `size` declared records: q = b/N, ceil(N/b) steps each."""
@@ -123,6 +142,10 @@ class NoisyTraining:
     @property
     def kind(self) -> str:
         return "model update"
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("update",)
 
     @property
     def event(self) -> DpEvent:
@@ -144,7 +167,7 @@ class NoisyTraining:
             The release of "update" (p,), and diagnostics that stay in the simulation.
         """
         start, records = client.inputs["model"], client.data.train
-        learning_rate, stream = client.inputs["learning_rate"], client.stream("training")
+        learning_rate, stream = client.inputs["learning_rate"], client.stream("mechanism")
         weights, std = start.clone(), noise_std(self.clip_norm, self.noise_multiplier)
         drawn = clipped = not_finite = 0
         for _ in range(self.steps):
@@ -153,10 +176,8 @@ class NoisyTraining:
             drawn += len(batch)
             clipped += gradient.clipped
             not_finite += gradient.not_finite
-            noisy = gradient.total
-            if std:
-                noisy += std * stream.normal(len(noisy))
-            weights -= (learning_rate / self.expected_batch) * noisy
+            noisy = on_grid(gradient.total + std * stream.normal(len(weights)), std) if std else gradient.total
+            weights -= (learning_rate / self.expected_batch) * noisy.to(weights.dtype)
         diagnostics = {"clipped": clipped / max(drawn, 1), "not_finite": float(not_finite)}
         return Release({"update": weights - start}, self, MINT), diagnostics
 
@@ -182,12 +203,22 @@ class CohortSums:
     Every client takes part with probability `sample_rate`. A share's part i is clipped to `bound_i`, so adding
     a client moves sum i by at most `bound_i`. Scaled by their bounds and noise multipliers all parts together
     are one Gaussian sum with 1/z^2 = sum 1/z_i^2, of one Poisson draw. Shares are added as 64-bit fixed-point
-    numbers, truncated towards zero (which cannot lengthen them): exact, in any order.
+    numbers, truncated towards zero (which cannot lengthen them): exact, in any order. The noise is rounded to the
+    same grid, so that no low bit of a float says more than the real sum would.
     """
 
     parts: tuple[Part, ...]
     sample_rate: float  # q
-    trust: Literal["server", "secure-sum"]
+
+    def __post_init__(self) -> None:
+        names = {part.name for part in self.parts}
+        bounded = all(part.bound > 0 and part.noise_multiplier >= 0 for part in self.parts)
+        if not (self.parts and len(names) == len(self.parts) and bounded and 0 < self.sample_rate <= 1):
+            raise ValueError(
+                f"{self} makes no sense: parts of different names, with bounds above 0, and a rate in (0, 1]"
+            )
+        for part in self.parts:
+            noise_std(part.bound, part.noise_multiplier)
 
     @property
     def kind(self) -> str:
@@ -243,9 +274,11 @@ class CohortSums:
         """Noise the exact sums: what the algorithm may see."""
         noisy = {}
         for part in self.parts:
-            total = (exact[part.name].to(torch.float64) / self._scale(part)).to(torch.float32)
+            total, scale = exact[part.name], self._scale(part)
             std = noise_std(part.bound, part.noise_multiplier)
-            noisy[part.name] = total + std * stream.normal(part.shape) if std else total
+            if std:
+                total = total + (std * scale * stream.normal(part.shape)).round().to(torch.int64)
+            noisy[part.name] = (total.to(torch.float64) / scale).to(torch.float32)
         return noisy
 
     @staticmethod

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fairveil.privacy.mechanisms import CohortSums, Mechanism
+    from fairveil.privacy.mechanisms import ClientMechanism, CohortSums
 
 Plain = int | float | str | bool | Tensor
 
@@ -26,7 +26,7 @@ class Release:
     """Values noised at the client by `mechanism`, which says what they cost."""
 
     value: Mapping[str, Plain]
-    mechanism: Mechanism
+    mechanism: ClientMechanism
     mint: InitVar[object] = None
 
     def __post_init__(self, mint: object) -> None:

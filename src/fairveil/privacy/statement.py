@@ -12,11 +12,13 @@ from fairveil.privacy.accounting import Price
 from fairveil.privacy.mechanisms import Mechanism
 
 NOISE_SOURCE = (
-    "reproducible, derived from the run's seed: right for a simulation, but whoever knows the seed can remove the noise"
+    "reproducible, derived from the run's seed, config and data: right for a simulation, but whoever knows these can "
+    "remove the noise"
 )
 NOT_COVERED = (
-    "the metrics of this run, which are computed from the clients' records without noise, and the fingerprint of the "
-    "data: keep the run folder as you keep the data, and publish models only"
+    "other runs on the same records, whose prices add up; people who own several records; and the run folder apart "
+    "from the models: its metrics are computed without noise, and it holds the clients' checkpoints, who took part "
+    "when, and a fingerprint of the data. Keep it as you keep the data"
 )
 
 
@@ -79,7 +81,7 @@ class Statement:
         whom = "one record of that client" if self.unit == "record" else "one client with all its records"
         change = {"add-remove": "adding or removing", "replace": "replacing"}[self.adjacency]
         return (
-            f"{seen} is ({rounded_up(self.epsilon)}, {self.delta:g})-differentially private for {change} {whom} "
+            f"{seen} is ({rounded_up(self.epsilon)}, {self.delta!r})-differentially private for {change} {whom} "
             f"({self.accountant.upper()} accountant of dp-accounting {self.accountant_version})"
         )
 
@@ -151,7 +153,9 @@ def _in_words(kind: str, releases: Mapping[Mechanism, int]) -> str:
 
 def rounded_up(epsilon: float) -> str:
     """An epsilon for people, never below the proved one."""
-    return "infinity" if math.isinf(epsilon) else f"{math.ceil(epsilon * 1000) / 1000:g}"
+    if math.isinf(epsilon):
+        return "infinity"
+    return f"{math.ceil(epsilon * 1000) / 1000:.3f}".rstrip("0").rstrip(".")
 
 
 def json_number(value: float) -> float | str:
