@@ -69,10 +69,29 @@ class Choosy(nn.Linear):
         super().__init__(features[0] + 1, classes)
 
 
+class Dropping(nn.Sequential):
+    def __init__(self, features: tuple[int, ...], classes: int) -> None:
+        super().__init__(nn.Dropout(0.5), nn.Linear(features[0], classes))
+
+
+class Remembering(nn.Linear):
+    """Carries the records of one client into the next."""
+
+    seen: torch.Tensor
+
+    def __init__(self, features: tuple[int, ...], classes: int) -> None:
+        super().__init__(features[0], classes)
+        self.register_buffer("seen", torch.zeros(features[0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.detach().mean(dim=0) + 1
+        return super().forward(x)
+
+
 @pytest.fixture(autouse=True)
 def _own(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("own_nets")
-    vars(module).update({c.__name__: c for c in (WithBatchNorm, Misshapen, Choosy)})
+    vars(module).update({c.__name__: c for c in (WithBatchNorm, Misshapen, Choosy, Dropping, Remembering)})
     vars(module)["number"] = lambda features, classes: 3
     monkeypatch.setitem(sys.modules, "own_nets", module)
 
@@ -83,6 +102,8 @@ def _own(monkeypatch: pytest.MonkeyPatch) -> None:
         (ModelSpec("own_nets:WithBatchNorm", (4,), 3), "'1' is BatchNorm1d", "torch.nn.GroupNorm(16, 48)"),
         (ModelSpec("own_nets:Misshapen", (4,), 3), "outputs of shape (2, 4)", "width 3"),
         (ModelSpec("own_nets:Choosy", (4,), 3), "does not fit records of shape (4,)", "first layer"),
+        (ModelSpec("own_nets:Dropping", (4,), 3), "answers differently each time", "remove the dropout"),
+        (ModelSpec("own_nets:Remembering", (4,), 3), "answers differently each time", "keeps running values"),
         (ModelSpec("own_nets:number", (4,), 3), "did not give a torch.nn.Module but int", "torch.nn.Module"),
         (ModelSpec("lgistic", (4,), 3), 'model.name = "lgistic" is not known', 'model.name = "logistic"'),
         (ModelSpec("logistic", (4,), 0), "does not fit a regression", '"linear"'),

@@ -79,6 +79,9 @@ def plan(config: Config, settings: Settings = None, as_json: AsJson = False) -> 
         fewest, most = release.planned_per_unit
         table.add_row(release.kind, str(most) if fewest == most else f"{fewest} to {most}", release.what)
     out.print(table)
+    noise = planned.to_json()["noise_multiplier"]
+    if noise["smallest"] != noise["largest"]:
+        out.print(f"Noise multipliers from {noise['smallest']:.4f} to {noise['largest']:.4f}, by declared size.")
     print_statement(statement)
 
 
