@@ -113,8 +113,8 @@ def run(
                 result = resume_run(config, runs=runs, progress=bar.show)
             else:
                 result = run_plan(make_plan(load_config(config, settings or ())), runs=runs, progress=bar.show)
-    except Interrupted as stopped:
-        err.print(str(stopped), markup=False, soft_wrap=True)
+    except (Interrupted, KeyboardInterrupt) as stopped:
+        err.print(str(stopped) or "Stopped while planning; nothing was released.", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
     if as_json:
         _print_json(result.to_json())

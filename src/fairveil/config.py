@@ -184,10 +184,10 @@ def load_config(path: Path, settings: Sequence[str] = ()) -> RunConfig:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path} cannot be read.",
-            f"A config is a TOML file: {error.strerror}. Nothing was run.",
+            f"A config is a TOML file, in UTF-8: {getattr(error, 'strerror', None) or error}. Nothing was run.",
             "fairveil new, which writes one to start from",
         ) from error
     try:

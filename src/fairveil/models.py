@@ -100,7 +100,14 @@ class ModelSpec:
         _check_options(factory, self.options)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(stream.numpy.integers(2**63)))
-            module = factory(self.features, self.classes, **self.options)
+            try:
+                module = factory(self.features, self.classes, **self.options)
+            except TypeError as error:
+                raise UserError(
+                    f"model.name = {shown(self.name)} could not be built.",
+                    f"It is called as Class(features, classes, **options), and said: {error}.",
+                    "class Net(torch.nn.Module): def __init__(self, features, classes): ...",
+                ) from error
         if not isinstance(module, nn.Module):
             raise UserError(
                 f"model.name = {shown(self.name)} did not give a torch.nn.Module but {type(module).__name__}.",
@@ -118,6 +125,12 @@ class Model:
         self.module = spec.module(Stream("skeleton"))
         _refuse_mixing_layers(self.module)
         named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        if not named:
+            raise UserError(
+                f"model.name = {shown(spec.name)} has nothing to train.",
+                "It has no parameters that require a gradient.",
+                "a model with at least one trainable layer",
+            )
         self.names = [name for name, _ in named]
         self.shapes = [tuple(p.shape) for _, p in named]
         self.parameters = sum(p.numel() for _, p in named)

@@ -320,6 +320,8 @@ def _check_account(
         if value not in known:
             raise unknown(key, value, known)
     for key, number in (
+        ("--epsilon", 1.0 if epsilon is None else epsilon),
+        ("--delta", delta),
         ("--noise-multiplier", 1.0 if noise is None else noise + 1e-300),
         ("--first-round-factor", schedule.first_round_factor),
         ("--select-epsilon", 1.0 if schedule.select_epsilon is None else schedule.select_epsilon),

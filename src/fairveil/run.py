@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -73,12 +76,6 @@ class RunResult:
 class Interrupted(Exception):
     """The user stopped the run. What was finished is safe."""
 
-    def __init__(self, folder: Path, finished: int, rounds: int) -> None:
-        super().__init__(
-            f"Stopped after round {finished} of {rounds}; everything up to there is saved. Go on with:\n"
-            f"  fairveil run {folder} --resume"
-        )
-
 
 Progress = Callable[[RoundReport], None]
 
@@ -135,8 +132,13 @@ def _carry_out(plan: Plan, store: Store, progress: Progress | None) -> RunResult
             drive(plan, store, progress)
             return _finish(plan, store)
     except KeyboardInterrupt:
+        if not (store.folder / "config.toml").exists():
+            raise Interrupted("Stopped before anything was planned; nothing was released.") from None
         checkpoint = store.latest()
-        raise Interrupted(store.folder, checkpoint.round if checkpoint else 0, plan.algorithm.rounds) from None
+        raise Interrupted(
+            f"Stopped after round {checkpoint.round if checkpoint else 0} of {plan.algorithm.rounds}; everything up to "
+            f"there is saved. Go on with:\n  fairveil run {store.folder} --resume"
+        ) from None
     except RunFault as fault:
         raise RunFault(
             f"{fault}\n  What was finished is safe. Go on with:\n  fairveil run {store.folder} --resume"
@@ -218,6 +220,8 @@ def _evaluate(
         cluster = int(served.index[client]) if isinstance(served, Pick) else None
         values = dict(reply.diagnostics)
         n = int(values.pop("n"))
+        if not all(math.isfinite(value) for value in values.values()):
+            raise _diverged(number, f"the loss of client {client}")
         scores += [
             Score(number, client, "test", "served", metric, value, cluster, n) for metric, value in values.items()
         ]
@@ -272,11 +276,15 @@ class _Gauge:
 def _check_finite(state: Any, number: int) -> None:
     for name, value in vars(state).items():
         if isinstance(value, torch.Tensor) and not torch.isfinite(value).all():
-            raise UserError(
-                f"round {number}: {name} is no longer finite.",
-                "The training has diverged; the rounds before this one are saved.",
-                "a smaller algorithm.learning_rate",
-            )
+            raise _diverged(number, name)
+
+
+def _diverged(number: int, what: str) -> UserError:
+    return UserError(
+        f"round {number}: {what} is no longer finite.",
+        "The training has diverged; the rounds before this one are saved.",
+        "a smaller algorithm.learning_rate",
+    )
 
 
 def _save_models(plan: Plan, store: Store, state: object) -> None:
@@ -300,15 +308,20 @@ def _provenance(plan: Plan) -> dict[str, str]:
 
 def _new_folder(runs: Path, name: str) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    for number in range(1000):
-        folder = runs / (f"{name}-{stamp}" + (f"-{number}" if number else ""))
-        with disk_faults(runs):
-            try:
-                folder.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            return folder
-    raise RunFault(f"{runs} has a thousand runs of this second")
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count():
+            folder = runs / (f"{name}-{stamp}" + (f"-{number}" if number else ""))
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                break
+    except OSError as error:
+        raise UserError(
+            f"{runs} cannot hold the folder of this run.",
+            f"A run keeps its ledger and checkpoints there ({error.strerror}). Nothing was released.",
+            "--runs FOLDER, a folder you may write to",
+        ) from error
+    return folder
 
 
 def _newest_run(config: RunConfig, runs: Path) -> Path:

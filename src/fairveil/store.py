@@ -12,8 +12,9 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, fields
+from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -97,16 +98,17 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with disk_faults(folder):
+        with disk_faults(folder), ExitStack() as opened:
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            self._lock = (folder / "lock").open("w")
-            self._hold()
-            self.database = sqlite3.connect(folder / "run.sqlite")
+            lock = opened.enter_context((folder / "lock").open("w"))
+            self._hold(lock)
+            self.database = opened.enter_context(closing(sqlite3.connect(folder / "run.sqlite")))
             self.database.execute("PRAGMA journal_mode = WAL")
             self.database.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
             self.database.executescript(SCHEMA)
             self.ledger = Ledger(self.database)
-        self._words: dict[str, int] = dict(self.database.execute("SELECT text, id FROM word"))
+            self._words: dict[str, int] = dict(self.database.execute("SELECT text, id FROM word"))
+            self._opened = opened.pop_all()  # all went well: they stay open
 
     def __enter__(self) -> Self:
         return self
@@ -114,8 +116,7 @@ class Store:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.database.close()
-        self._lock.close()
+        self._opened.close()
 
     # ---- the plan ----------------------------------------------------------------------------------
 
@@ -223,11 +224,10 @@ class Store:
             self._words[text] = number
         return self._words[text]
 
-    def _hold(self) -> None:
+    def _hold(self, lock: TextIOWrapper) -> None:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
             raise UserError(
                 f"{self.folder} is in use.",
                 "Another process is running this run; two at once would spend its budget twice.",

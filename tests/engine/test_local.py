@@ -38,12 +38,12 @@ def federation() -> Federation:
 def engine(federation: Federation, workers: int, block: int = 2) -> LocalEngine:
     """An engine of logistic models on `federation`."""
     spec = ModelSpec("logistic", federation.features, federation.classes)
-    return LocalEngine(federation, spec, seed=3, workers=workers, block=block)
+    return LocalEngine(federation, spec, root="a run", workers=workers, block=block)
 
 
 def job(task: Any, clients: Sequence[int] = range(CLIENTS), **shared: Any) -> Job:
     """`task` for `clients`, as a session would ask it."""
-    return Job(task, "round 1, ask 1", shared, [Call(client) for client in clients])
+    return Job(task, "round 1, ask 1", shared, [Call(client, {"client": client}) for client in clients])
 
 
 # ---- tasks -----------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def draw(members: Sequence[Member]) -> list[Reply]:
     replies = []
     for member in members:
         stream, start = member.stream("numbers"), member.inputs["start"]
-        noise = stream.normal(member.model.parameters)
+        noise = stream.normal(member.model.parameters).float()
         coins = stream.coins(len(member.data.train), 0.3)
         gradient = member.model.gradient(start + noise, member.data.train.x[coins], member.data.train.y[coins])
         replies.append(
@@ -136,7 +136,7 @@ def one_reply(members: Sequence[Member]) -> Any:
 
 def fail_early(members: Sequence[Member]) -> list[Reply]:
     """Fail for an even client at once; answer for odd ones, later."""
-    if any(member.key[-1] % 2 == 0 for member in members):  # type: ignore[operator]
+    if any(member.inputs["client"] % 2 == 0 for member in members):  # type: ignore[operator]
         raise ValueError("an even client")
     time.sleep(0.2)
     return [Reply(Public({"from": "the first job"}, "declared fact")) for _ in members]

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import ModuleType, TracebackType
@@ -56,10 +57,12 @@ class Bench:
                     f"task {job.task.__name__} wrote into its inputs, its client's records or personal state in place: "
                     "they are shared with others; work on a clone"
                 )
-            if len(replies) != len(calls) or not all(isinstance(reply, Reply) for reply in replies):
+            whole = isinstance(replies, list) and len(replies) == len(calls)
+            if not whole or not all(isinstance(reply, Reply) for reply in replies):
+                names = [type(reply).__name__ for reply in replies] if isinstance(replies, list) else type(replies)
                 raise TypeError(
-                    f"task {job.task.__name__} must return one Reply for each client of its block; "
-                    f"it returned {[type(reply).__name__ for reply in replies]}"
+                    f"task {job.task.__name__} must return one Reply for each client of its block ({len(calls)}), in a "
+                    f"list; it returned {names}"
                 )
             yield [(call.client, reply) for call, reply in zip(calls, replies, strict=True)]
 
@@ -107,15 +110,14 @@ class LocalEngine:
         if self.workers == 1:
             self._inline = Bench(*self._bench)
         else:
-            self._team = [_Worker.start(self._bench) for _ in range(self.workers)]
+            self._hire()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for worker in self._team:
-            worker.stop()
-        self._team, self._inline = [], None
+        self._dismiss()
+        self._inline = None
         torch.set_num_threads(self._threads)
 
     def run(self, job: Job) -> Iterator[tuple[int, Reply]]:
@@ -134,22 +136,35 @@ class LocalEngine:
                 f"{self.workers} worker processes must import it, and a script cannot be imported.",
                 "move it to a module of its own, or engine.workers = 1",
             )
-        busy = {}
-        for number, worker in enumerate(self._team):  # a client stays with its worker, which has its data
-            calls = [call for call in job.calls if call.client % self.workers == number]
-            if calls:
-                worker.send(replace(job, calls=calls))
-                busy[worker.connection] = worker
-        while busy:
-            for ready in wait(list(busy)):
-                worker = busy[ready]  # type: ignore[index]
-                answer = worker.receive()
-                if answer is None:
-                    del busy[worker.connection]
-                elif isinstance(answer, BaseException):
-                    raise answer
-                else:
-                    yield from answer
+        self._hire()
+        busy: dict[Any, _Worker] = {}
+        try:
+            for number, worker in enumerate(self._team):  # a client stays with its worker, which has its data
+                calls = [call for call in job.calls if call.client % self.workers == number]
+                if calls:
+                    busy[worker.connection] = worker
+                    worker.send(replace(job, calls=calls))
+            while busy:
+                for ready in wait(list(busy)):
+                    answer = busy[ready].receive()
+                    if answer is None:
+                        del busy[ready]
+                    elif isinstance(answer, BaseException):
+                        raise answer
+                    else:
+                        yield from answer
+        finally:
+            if busy:  # failed or abandoned: what is still under way must not be taken for answers to the next job
+                self._dismiss()
+
+    def _hire(self) -> None:
+        if not self._team:
+            self._team = [_Worker.start(self._bench) for _ in range(self.workers)]
+
+    def _dismiss(self) -> None:
+        for worker in self._team:
+            worker.stop()
+        self._team = []
 
 
 @dataclass
@@ -164,6 +179,11 @@ class _Worker:
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs,), daemon=True)
         with _without_main():
+            unmasked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                forkserver.ensure_running()  # it inherits the mask: Ctrl-C is for the runner alone
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, unmasked)
             process.start()
         theirs.close()
         worker = cls(process, ours)

@@ -42,7 +42,6 @@ _LEAST_NOISE, _MOST_NOISE = 1e-2, 1e6  # calibration looks nowhere else
 # Without sampling the first is enough. With it, nobody has proved that removal is the worse under composition.
 _DIRECTIONS = {"add-remove": [AdjacencyType.REMOVE, AdjacencyType.ADD], "replace": [AdjacencyType.REPLACE]}
 _memory: dict[str, list[float]] = {}  # the cache of this process, in front of the one on disk
-
 # This warning says that an order was left out of the search for the best: nothing a user could or should mend.
 logging.getLogger("absl").addFilter(lambda record: "_compute_log_a_frac failed" not in str(record.msg))
 
@@ -51,9 +50,8 @@ logging.getLogger("absl").addFilter(lambda record: "_compute_log_a_frac failed" 
 class SelectionDpEvent(dpa.DpEvent):
     """One choice by the exponential mechanism, of *bounded range* epsilon.
 
-    The log-ratio of the probabilities of any two outcomes moves by at most `epsilon` between neighbours. The mechanism
-    sees to that (Gumbel noise of scale Delta/epsilon for a monotone score, 2*Delta/epsilon otherwise), so that the
-    event costs the same under every adjacency.
+    The log-ratio of the probabilities of any two outcomes moves by at most `epsilon` between neighbours, under whatever
+    adjacency: the mechanism sees to that (Gumbel of scale Delta/epsilon for a monotone score, else 2*Delta/epsilon).
     """
 
     epsilon: float
@@ -210,7 +208,6 @@ def _price(what: _Composition, delta: float, adjacency: Adjacency, accountant: A
 
 def _rdp_epsilon(what: _Composition, delta: float) -> float:
     """The smallest bound over all orders; each is valid, and downhill is the way (it falls, then rises)."""
-    steps = sum(count for *_, count in what.sampled)
 
     @functools.cache
     def bound(log_order: float) -> float:
@@ -222,7 +219,7 @@ def _rdp_epsilon(what: _Composition, delta: float) -> float:
         # Bounded range epsilon is epsilon^2/8-zCDP (Cesar and Rogers 2021); it is also epsilon-DP.
         rdp += sum(count * min(order * e * e / 8, e) for e, count in what.selections)
         # What rounding makes negative would be priced at 0: we add more than the rounding error, 1e-12 a step.
-        rdp = max(rdp, 0.0) * (1 + 1e-12) + 1e-12 * steps
+        rdp = max(rdp, 0.0) * (1 + 1e-12) + 1e-12 * sum(count for *_, count in what.sampled)
         return math.inf if math.isnan(rdp) else float(compute_epsilon([order], [rdp], delta)[0])
 
     best = 0.0  # order 2; orders of 2,000 and more are slow, and of use for tiny prices only
@@ -289,8 +286,7 @@ def _steps(what: _Composition, direction: AdjacencyType, log_tail: float) -> lis
     if what.precision:
         shift = (2 if replace else 1) * math.sqrt(what.precision)  # of the mean, in standard deviations
         mean, reach = shift**2 / 2, -shift * float(special.ndtri_exp(log_tail))
-        curve = functools.partial(_gaussian_curve, shift)
-        steps.append(_Step(curve, mean - reach, mean + reach, 1, shift**2))
+        steps.append(_Step(functools.partial(_gaussian_curve, shift), mean - reach, mean + reach, 1, shift**2))
     for e, times in what.selections:
         steps.append(_Step(functools.partial(_selection_curve, e), -e, e, times, min(e * e / 3, 4.0)))
     return steps
@@ -342,28 +338,30 @@ def _interval(kinds: Sequence[_Step]) -> float:
 @np.errstate(all="ignore")
 def _estimate(what: _Composition, delta: float, adjacency: Adjacency) -> float:
     """The log of what a normally distributed loss would cost; its mean is half its variance."""
-    kinds = _steps(what, _DIRECTIONS[adjacency][0], -30.0)
-    variance = sum(kind.times * kind.variance for kind in kinds) + 1e-300
+    variance = 1e-300 + sum(kind.times * kind.variance for kind in _steps(what, _DIRECTIONS[adjacency][0], -30.0))
     return math.log(variance / 2 + max(float(special.ndtri(1 - delta)), 0.1) * math.sqrt(variance))
 
 
 def _solve(estimate: Callable[[float], float], cost: Callable[[float], float], epsilon: float) -> float:
-    """The root of cost(z) = epsilon, from above, along an estimate of log cost whose error varies slowly."""
-    low, high, best, error, margin = math.log(_LEAST_NOISE), math.log(_MOST_NOISE), None, 0.0, 5e-4
+    """The root of cost(z) = epsilon, from above: secants in the logarithms, first guess and slope by the estimate."""
+    low, high, goal, best, attempt = math.log(_LEAST_NOISE), math.log(_MOST_NOISE), math.log(epsilon), None, 0
+    x = optimize.brentq(lambda x: estimate(x) - goal, low, high) if estimate(low) > goal > estimate(high) else 0.0
+    slope, before = (estimate(x + 0.01) - estimate(x)) / 0.01, (0.0, math.inf)
     while high - low > 5e-4:
-        x, target = (low + high) / 2, math.log(epsilon) - margin - error
-        if estimate(low) > target > estimate(high):
-            x = optimize.brentq(lambda x, target=target: estimate(x) - target, low, high, xtol=1e-5)
-        z, window = math.exp(x), min(2e-3, estimate(x - 1e-3) - estimate(x))
-        spent = cost(z)
-        if spent > epsilon:
-            low = x
-        elif spent >= epsilon * math.exp(-window):  # with 0.1% less noise it would be too much
+        spent, attempt = cost(z := math.exp(x)), attempt + 1
+        gap = math.log(spent) - goal if 0 < spent < math.inf else math.copysign(math.inf, spent - epsilon)
+        if math.isfinite(before[1] - gap) and abs(before[0] - x) > 1e-6:
+            slope = (before[1] - gap) / (before[0] - x)
+        slope, before = min(slope, -1e-2), (x, gap)
+        window = min(2e-3, -1e-3 * slope)  # 0.1% less noise, or 0.2% more epsilon
+        if -window <= gap <= 0:
             return z
-        else:
-            high, best = x, z
-        if 0 < spent < math.inf:
-            error, margin = math.log(spent) - estimate(x), 0.4 * window
+        low, high, best = (x, high, best) if gap > 0 else (low, x, z)
+        x -= (gap + 0.4 * window) / slope
+        if best is None and x > high:
+            x = high
+        elif not low < x < high or attempt % 4 == 0:
+            x = (low + high) / 2
     if best is None:
         floor = cost(_MOST_NOISE)
         raise UserError(
