@@ -321,13 +321,14 @@ def _check_account(
             raise unknown(key, value, known)
     for key, number in (
         ("--epsilon", 1.0 if epsilon is None else epsilon),
-        ("--delta", delta),
         ("--noise-multiplier", 1.0 if noise is None else noise + 1e-300),
         ("--first-round-factor", schedule.first_round_factor),
         ("--select-epsilon", 1.0 if schedule.select_epsilon is None else schedule.select_epsilon),
     ):
         if not 0 < number < math.inf:
             raise UserError(f"{key} {number:g} makes no sense.", "It must be positive and finite.", f"{key} 1.0")
+    if not 0 < delta < 1:
+        raise UserError(f"--delta {delta:g} is not a probability.", "It must lie between 0 and 1.", "--delta 1e-4")
     if schedule.select_rounds and schedule.select_epsilon is None:
         raise UserError(
             f"--select-rounds {schedule.select_rounds} needs --select-epsilon.",

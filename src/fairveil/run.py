@@ -317,7 +317,7 @@ def _new_folder(runs: Path, name: str) -> Path:
                 break
     except OSError as error:
         raise UserError(
-            f"{runs} cannot hold the folder of this run.",
+            f"{runs} cannot be written.",
             f"A run keeps its ledger and checkpoints there ({error.strerror}). Nothing was released.",
             "--runs FOLDER, a folder you may write to",
         ) from error
@@ -328,8 +328,9 @@ def _newest_run(config: RunConfig, runs: Path) -> Path:
     wanted = config.resolved()
     found = sorted(runs.glob(f"{config.name}-*/config.toml"), key=lambda p: p.stat().st_mtime, reverse=True)
     for path in found:
-        if load_config(path).resolved() == wanted:
-            return path.parent
+        with contextlib.suppress(UserError):  # a run of code that is gone is not the one that is meant
+            if load_config(path).resolved() == wanted:
+                return path.parent
     raise UserError(
         f"there is no run of this config under {runs}.",
         "A run is resumed from its folder, or from the very config it was started with.",

@@ -29,8 +29,7 @@ from fairveil.errors import RunFault, UserError
 from fairveil.privacy.ledger import Ledger
 
 FORMAT = 1  # of the run folder
-NOT_ALLOWED = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR)
-DISK_FAULTS = (*NOT_ALLOWED, errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
+DISK_FAULTS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM)
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS unit (
@@ -240,17 +239,14 @@ def disk_faults(folder: Path) -> Iterator[None]:
     """Turn what a disk can do to us into an error that is not a traceback."""
     try:
         yield
-    except (OSError, sqlite3.OperationalError) as error:
-        code = getattr(error, "errno", None)
-        if isinstance(error, OSError) and code not in DISK_FAULTS:
+    except (OSError, sqlite3.DatabaseError) as error:
+        ours = type(error) is sqlite3.DatabaseError or isinstance(error, sqlite3.OperationalError)
+        if not ours and getattr(error, "errno", None) not in DISK_FAULTS:
             raise
-        if code in NOT_ALLOWED or "readonly" in str(error):
-            raise UserError(
-                f"{folder} cannot be written.",
-                f"A run keeps its ledger and checkpoints there ({error}). Nothing was released.",
-                "--runs FOLDER, a folder you may write to",
-            ) from error
-        raise RunFault(f"{folder} could not be written: {error}.") from error
+        raise RunFault(
+            f"{folder} could not be written: {error}.\n"
+            "  Nothing is released that is not in the ledger. If the disk is full, free some space first."
+        ) from error
 
 
 def _take_apart(state: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
