@@ -545,7 +545,7 @@ def hunt(commands: Commands, path: Path, kills: int, span: float, chance: random
 
 
 def measured(commands: Commands, path: Path) -> float:
-    """How long an uninterrupted command takes."""
+    """How long an uninterrupted command takes, now that all prices are known."""
     started = time.monotonic()
     assert commands.start("run", path, "--runs", "measured").wait() == 0
     return time.monotonic() - started
@@ -555,18 +555,16 @@ def measured(commands: Commands, path: Path) -> float:
 def test_random_kills(commands: Commands, uninterrupted: Callable[..., Whole], algorithm: str) -> None:
     """Six kills at random instants of a run without workers."""
     algorithm = MINE.get(algorithm, algorithm)
-    path = write(commands.folder, config(algorithm))
-    span = measured(commands, path)
-    hunt(commands, path, 6, span, random.Random(1))
-    same(commands.run, uninterrupted(algorithm))
+    path, expected = write(commands.folder, config(algorithm)), uninterrupted(algorithm)
+    hunt(commands, path, 6, measured(commands, path), random.Random(1))
+    same(commands.run, expected)
 
 
 def test_random_kills_with_workers(commands: Commands, uninterrupted: Callable[..., Whole]) -> None:
     """Kills at random instants of a run with two workers; no process stays behind."""
-    path = write(commands.folder, config(MINE["slow"], workers=2))
-    span = measured(commands, path)
-    hunt(commands, path, 2, span, random.Random(2))
-    same(commands.run, uninterrupted(MINE["slow"]))
+    path, expected = write(commands.folder, config(MINE["slow"], workers=2)), uninterrupted(MINE["slow"])
+    hunt(commands, path, 2, measured(commands, path), random.Random(2))
+    same(commands.run, expected)
 
 
 @pytest.mark.slow
@@ -577,12 +575,12 @@ def test_many_random_kills(
 ) -> None:
     """The same, longer."""
     algorithm, rounds = MINE.get(algorithm, algorithm), 12
-    path = write(commands.folder, config(algorithm, workers, rounds))
+    path, expected = write(commands.folder, config(algorithm, workers, rounds)), uninterrupted(algorithm, rounds)
     span = measured(commands, path)
     for seed in range(4 if workers == 1 else 1):
         shutil.rmtree(commands.folder / "runs", ignore_errors=True)
         hunt(commands, path, 8, span, random.Random(seed))
-        same(commands.run, uninterrupted(algorithm, rounds), rounds)
+        same(commands.run, expected, rounds)
 
 
 # ---- personal state --------------------------------------------------------------------------------

@@ -167,7 +167,8 @@ class Store:
         for client, kept in personal.items():
             tensors |= {f"personal/{client}/{name}": value for name, value in kept.items()}
         metadata = {"format": str(FORMAT), "round": str(number), "plain": json.dumps(plain)}
-        data = save({name: value.contiguous() for name, value in tensors.items()}, metadata)
+        # clones, since two clients may keep what is one tensor in memory
+        data = save({name: value.clone().contiguous() for name, value in tensors.items()}, metadata)
         self.write(f"checkpoints/round-{number:06d}.safetensors", data)
         for old in sorted((self.folder / "checkpoints").glob("round-*.safetensors"))[:-2]:
             old.unlink()

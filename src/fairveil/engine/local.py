@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import ModuleType, TracebackType
@@ -179,6 +179,7 @@ class _Worker:
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs,), daemon=True)
         with _without_main():
+            resource_tracker.ensure_running()  # or the fork server starts it, and it takes the mask off again
             unmasked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 forkserver.ensure_running()  # it inherits the mask: Ctrl-C is for the runner alone

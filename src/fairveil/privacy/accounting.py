@@ -218,7 +218,7 @@ def _rdp_epsilon(what: _Composition, delta: float) -> float:
         rdp = float(accountant.rdp[0]) + order * what.precision / 2
         # Bounded range epsilon is epsilon^2/8-zCDP (Cesar and Rogers 2021); it is also epsilon-DP.
         rdp += sum(count * min(order * e * e / 8, e) for e, count in what.selections)
-        # What rounding makes negative would be priced at 0: we add more than the rounding error, 1e-12 a step.
+        # What rounding makes negative would be priced at 0: we add more than its error (1e-15 a step, by mpmath).
         rdp = max(rdp, 0.0) * (1 + 1e-12) + 1e-12 * sum(count for *_, count in what.sampled)
         return math.inf if math.isnan(rdp) else float(compute_epsilon([order], [rdp], delta)[0])
 
@@ -280,9 +280,8 @@ def _steps(what: _Composition, direction: AdjacencyType, log_tail: float) -> lis
     replace, steps = direction == AdjacencyType.REPLACE, []
     for q, z, times in what.sampled:
         loss = GaussianPrivacyLoss(z, 1, True, log_tail, q, direction)
-        ends = loss.connect_dots_bounds()
-        low, high = ends.epsilon_lower, ends.epsilon_upper
-        steps.append(_Step(loss.get_delta_for_epsilon, low, high, times, _variance(q, z, replace)))
+        ends, variance = loss.connect_dots_bounds(), _variance(q, z, replace)
+        steps.append(_Step(loss.get_delta_for_epsilon, ends.epsilon_lower, ends.epsilon_upper, times, variance))
     if what.precision:
         shift = (2 if replace else 1) * math.sqrt(what.precision)  # of the mean, in standard deviations
         mean, reach = shift**2 / 2, -shift * float(special.ndtri_exp(log_tail))
@@ -354,9 +353,9 @@ def _solve(estimate: Callable[[float], float], cost: Callable[[float], float], e
             slope = (before[1] - gap) / (before[0] - x)
         slope, before = min(slope, -1e-2), (x, gap)
         window = min(2e-3, -1e-3 * slope)  # 0.1% less noise, or 0.2% more epsilon
-        if -window <= gap <= 0:
+        if spent <= epsilon and gap >= -window:
             return z
-        low, high, best = (x, high, best) if gap > 0 else (low, x, z)
+        low, high, best = (x, high, best) if spent > epsilon else (low, x, z)
         x -= (gap + 0.4 * window) / slope
         if best is None and x > high:
             x = high
@@ -393,7 +392,7 @@ def _database(statement: str, *values: str) -> Any:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(os.environ.get("FAIRVEIL_CACHE") or Path(base, "fairveil"))
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.closing(sqlite3.connect(folder / "accounting.sqlite", timeout=2)) as database, database:
+        with contextlib.closing(sqlite3.connect(folder / "accounting.sqlite", timeout=1)) as database, database:
             database.execute("PRAGMA synchronous=OFF")  # what is lost with the power is computed again
             database.execute("CREATE TABLE IF NOT EXISTS kept (key TEXT PRIMARY KEY, value TEXT, seal TEXT)")
             return database.execute(statement, values).fetchone()
