@@ -171,6 +171,8 @@ def nursery() -> None:
 
     import fairveil.cli  # noqa: F401
 
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
@@ -317,8 +319,9 @@ def one_nursery() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
+        assert process.stdin and process.stdout
+        assert process.stdout.readline() == "ready\n"
         yield process
-        assert process.stdin
         process.stdin.close()
 
 
@@ -634,7 +637,7 @@ def test_kill_leaves_no_process(commands: Commands, uninterrupted: Callable[...,
     command.kill()
     assert command.wait() == -signal.SIGKILL
     command.leaves_nothing()
-    again = commands.shell("run", commands.run, "--resume")
+    again = commands.start("run", commands.run, "--resume")
     assert again.wait() == 0
     again.leaves_nothing()
     same(commands.run, uninterrupted(MINE["slow"]))

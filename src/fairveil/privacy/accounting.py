@@ -37,7 +37,7 @@ Adjacency = Literal["add-remove", "replace"]
 Events = Mapping[dpa.DpEvent, int]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-_NUMBERS = f"1/{version('dp-accounting')}"  # raise the first whenever a price could come out differently
+_NUMBERS = f"2/{version('dp-accounting')}"  # raise the first whenever a price could come out differently
 _LEAST_NOISE, _MOST_NOISE = 1e-2, 1e6  # calibration looks nowhere else
 # Without sampling the first is enough. With it, nobody has proved that removal is the worse under composition.
 _DIRECTIONS = {"add-remove": [AdjacencyType.REMOVE, AdjacencyType.ADD], "replace": [AdjacencyType.REPLACE]}
