@@ -392,6 +392,22 @@ def test_model_with_another_signature(fairveil: Fairveil) -> None:
     no_run()
 
 
+@pytest.mark.parametrize(
+    "forward",
+    ["return (self.last(x.flatten(1)),)", "return self.last(x.flatten(1) if x.sum() < 1e9 else 0 * x.flatten(1))"],
+    ids=["tuple", "branch"],
+)
+def test_model_that_cannot_be_trained(fairveil: Fairveil, forward: str, request: pytest.FixtureRequest) -> None:
+    """Outputs that are no tensor, and a branch on the records, which gradients by record cannot follow."""
+    name = f"untrainable_{request.node.callspec.id}"
+    Path(f"{name}.py").write_text(
+        "from torch import nn\n\nclass Net(nn.Module):\n    def __init__(self, features, classes):\n"
+        f"        super().__init__()\n        self.last = nn.Linear(64, classes)\n    def forward(self, x):\n        {forward}\n"
+    )
+    fairveil("run", config(), *setting(f'model.name="{name}:Net"')).refuses(f'model.name = "{name}:Net"')
+    no_run()
+
+
 def test_model_that_is_no_module(fairveil: Fairveil) -> None:
     """A function that gives something else."""
     Path("nomodule.py").write_text("def net(features, classes):\n    return 3\n")

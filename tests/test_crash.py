@@ -835,3 +835,36 @@ def test_damaged_checkpoint(
         damage(path)
     resume_run(commands.run)
     same(commands.run, uninterrupted(algorithm))
+
+
+def test_ledger_older_than_the_checkpoint(commands: Commands, uninterrupted: Callable[..., Whole]) -> None:
+    """A database restored from before the checkpoint has forgotten what was released: never a ledger with a gap."""
+    killed = commands.start("run", write(commands.folder, config("global")), crash=("Store.checkpoint", "after", 2))
+    assert killed.wait() == -signal.SIGKILL
+    database = commands.run / "run.sqlite"
+    with sqlite3.connect(database) as now, sqlite3.connect(commands.folder / "backup") as backup:
+        now.backup(backup)
+    now.close()
+    backup.close()
+    killed = commands.start("run", commands.run, "--resume", crash=("Store.checkpoint", "after", 2))
+    assert killed.wait() == -signal.SIGKILL
+    for name in ("run.sqlite", "run.sqlite-wal", "run.sqlite-shm"):
+        (commands.run / name).unlink(missing_ok=True)
+    shutil.copy(commands.folder / "backup", database)
+    resumed = commands.start("run", commands.run, "--resume")
+    if resumed.wait() == 0:  # it went back to where the ledger is complete
+        same(commands.run, uninterrupted("global"))
+    else:
+        assert "ledger" in resumed.text
+        assert "Traceback" not in resumed.text
+
+
+def test_lost_write_ahead_log(commands: Commands) -> None:
+    """A folder copied without its write-ahead log has lost entries: it is refused, or nothing was missing."""
+    killed = commands.start("run", write(commands.folder, config("global")), crash=("Ledger.post", "after", 4))
+    assert killed.wait() == -signal.SIGKILL
+    for name in ("run.sqlite-wal", "run.sqlite-shm"):
+        (commands.run / name).unlink()
+    resumed = commands.start("run", commands.run, "--resume")
+    assert resumed.wait() in (1, 2)
+    assert "Traceback" not in resumed.text
