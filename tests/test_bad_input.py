@@ -400,9 +400,11 @@ def test_model_with_another_signature(fairveil: Fairveil) -> None:
 def test_model_that_cannot_be_trained(fairveil: Fairveil, forward: str, request: pytest.FixtureRequest) -> None:
     """Outputs that are no tensor, and a branch on the records, which gradients by record cannot follow."""
     name = f"untrainable_{request.node.callspec.id}"
+    lines = ["super().__init__()", "self.last = nn.Linear(64, classes)"]
     Path(f"{name}.py").write_text(
-        "from torch import nn\n\nclass Net(nn.Module):\n    def __init__(self, features, classes):\n"
-        f"        super().__init__()\n        self.last = nn.Linear(64, classes)\n    def forward(self, x):\n        {forward}\n"
+        "from torch import nn\n\nclass Net(nn.Module):\n"
+        f"    def __init__(self, features, classes):\n        {'; '.join(lines)}\n"
+        f"    def forward(self, x):\n        {forward}\n"
     )
     fairveil("run", config(), *setting(f'model.name="{name}:Net"')).refuses(f'model.name = "{name}:Net"')
     no_run()

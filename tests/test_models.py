@@ -69,6 +69,16 @@ class Choosy(nn.Linear):
         super().__init__(features[0] + 1, classes)
 
 
+class Mixing(nn.Linear):
+    """Batch normalisation by hand: no layer to refuse by name."""
+
+    def __init__(self, features: tuple[int, ...], classes: int) -> None:
+        super().__init__(features[0], classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(dim=0))
+
+
 class Dropping(nn.Sequential):
     def __init__(self, features: tuple[int, ...], classes: int) -> None:
         super().__init__(nn.Dropout(0.5), nn.Linear(features[0], classes))
@@ -91,7 +101,7 @@ class Remembering(nn.Linear):
 @pytest.fixture(autouse=True)
 def _own(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("own_nets")
-    vars(module).update({c.__name__: c for c in (WithBatchNorm, Misshapen, Choosy, Dropping, Remembering)})
+    vars(module).update({c.__name__: c for c in (WithBatchNorm, Misshapen, Choosy, Dropping, Remembering, Mixing)})
     vars(module)["number"] = lambda features, classes: 3
     monkeypatch.setitem(sys.modules, "own_nets", module)
 
@@ -103,6 +113,7 @@ def _own(monkeypatch: pytest.MonkeyPatch) -> None:
         (ModelSpec("own_nets:Misshapen", (4,), 3), "outputs of shape (2, 4)", "width 3"),
         (ModelSpec("own_nets:Choosy", (4,), 3), "does not fit records of shape (4,)", "first layer"),
         (ModelSpec("own_nets:Dropping", (4,), 3), "answers differently each time", "remove the dropout"),
+        (ModelSpec("own_nets:Mixing", (4,), 3), "mixes the records of a batch", "GroupNorm"),
         (ModelSpec("own_nets:Remembering", (4,), 3), "answers differently each time", "keeps running values"),
         (ModelSpec("own_nets:number", (4,), 3), "did not give a torch.nn.Module but int", "torch.nn.Module"),
         (ModelSpec("lgistic", (4,), 3), 'model.name = "lgistic" is not known', 'model.name = "logistic"'),

@@ -170,22 +170,23 @@ class Model:
         return output
 
     def _check_output(self) -> None:
-        """Two records must give two rows of the right width, the same each time, and leave the module as it was."""
+        """Two records must give two rows: of the right width, the same each time, and the same when asked alone."""
         weights = self.flatten(self.module)
         records = torch.linspace(-1, 1, 2 * math.prod(self.spec.features)).reshape(2, *self.spec.features)
         buffers = {name: value.clone() for name, value in self.module.named_buffers()}
         try:
             output, again = self.predict(weights, records), self.predict(weights, records)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"model.name = {shown(self.spec.name)} does not fit records of shape {self.spec.features}.",
                 f"Two records were refused: {str(error).splitlines()[0]}",
                 "a model whose first layer takes (n, *features)",
             ) from error
         expected = (2, self.spec.classes or 1)
-        if tuple(output.shape) != expected:
+        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        if shape != expected:
             raise UserError(
-                f"model.name = {shown(self.spec.name)} has outputs of shape {tuple(output.shape)}.",
+                f"model.name = {shown(self.spec.name)} has outputs of shape {shape}.",
                 f"Two records must give {expected}: one score for each class (one number in a regression).",
                 f"a last layer of width {expected[1]}",
             )
@@ -196,6 +197,16 @@ class Model:
                 "Dropout draws randomness that a resumed run cannot repeat, and a buffer that changes carries one\n"
                 "client's records into the next: neither the run nor its guarantee would hold.",
                 "remove the dropout, or the layer that keeps running values",
+            )
+        try:
+            alone = torch.cat([self.predict(weights, records[i : i + 1]) for i in range(2)])
+        except (RuntimeError, ValueError):
+            alone = torch.full_like(output, math.nan)  # it cannot do with one record
+        if not torch.allclose(output, alone, rtol=1e-3, atol=1e-5):
+            raise UserError(
+                f"model.name = {shown(self.spec.name)} mixes the records of a batch.",
+                "A record's score depends on the records beside it, so clipping would not bound what a record can do.",
+                "torch.nn.GroupNorm or LayerNorm in place of what averages over the batch",
             )
 
 

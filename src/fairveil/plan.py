@@ -25,6 +25,7 @@ from fairveil.privacy.accounting import (
     calibrate_many,
     price,
 )
+from fairveil.privacy.gradients import check_record_gradients
 from fairveil.privacy.ledger import FEDERATION, Ledger
 from fairveil.privacy.mechanisms import Mechanism, NoisyTraining, canonical
 from fairveil.privacy.statement import Statement, json_number, make_statement
@@ -182,6 +183,8 @@ def materials(config: RunConfig) -> tuple[Algorithm[Any], Federation, Model, Fac
     algorithm = config.build_algorithm()
     federation = config.build_federation()
     model = config.model_spec(federation).build()
+    if algorithm.unit == "record":
+        check_record_gradients(model)
     facts = Facts(
         size=nominal_sizes(federation.size, config.data.sizes),
         group=federation.group,

@@ -110,8 +110,12 @@ def resume_run(path: Path, *, runs: Path = Path("runs"), progress: Progress | No
     config = load_config(folder / "config.toml")
     with Store(folder) as store:
         units = store.units()
-        if not units and store.latest() is not None:
-            raise PrivacyError(f"{folder} has checkpoints but no plan: without its ledger it cannot go on.")
+        checkpoint = store.latest()
+        if checkpoint and (not units or len(store.ledger) < checkpoint.entries):
+            raise PrivacyError(
+                f"{folder}: its ledger is gone, or older than its checkpoints. It has forgotten what was released, so "
+                "the run cannot go on. Restore run.sqlite as it was."
+            )
         plan = Plan(config, *materials(config), tuple(units)) if units else make_plan(config)
         for what, now in (("config", config.digest()), ("data", plan.federation.fingerprint)):
             if units and store.meta(what) != now:

@@ -88,6 +88,7 @@ class Checkpoint:
     """A finished round."""
 
     round: int
+    entries: int  # in the ledger when it was saved
     state: Mapping[str, Any]
     personal: dict[int, Mapping[str, Tensor]]
 
@@ -166,9 +167,11 @@ class Store:
         tensors, plain = _take_apart(state)
         for client, kept in personal.items():
             tensors |= {f"personal/{client}/{name}": value for name, value in kept.items()}
-        metadata = {"format": str(FORMAT), "round": str(number), "plain": json.dumps(plain)}
+        metadata = {"format": FORMAT, "round": number, "entries": len(self.ledger), "plain": plain}
         # clones, since two clients may keep what is one tensor in memory
-        data = save({name: value.clone().contiguous() for name, value in tensors.items()}, metadata)
+        data = save(
+            {name: value.clone().contiguous() for name, value in tensors.items()}, {"run": json.dumps(metadata)}
+        )
         self.write(f"checkpoints/round-{number:06d}.safetensors", data)
         for old in sorted((self.folder / "checkpoints").glob("round-*.safetensors"))[:-2]:
             old.unlink()
@@ -276,7 +279,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     state: dict[str, Any] = {}
     personal: dict[int, dict[str, Tensor]] = {}
     with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
+        metadata = json.loads(file.metadata()["run"])
         for key in file.keys():  # noqa: SIM118 (it is not a dictionary)
             kind, _, name = key.partition("/")
             if kind == "personal":
@@ -285,6 +288,6 @@ def _read_checkpoint(path: Path) -> Checkpoint:
             else:
                 value = file.get_tensor(key)
                 state[name] = value.numpy() if kind == "array" else value
-    for name, value in json.loads(metadata["plain"]).items():
+    for name, value in metadata["plain"].items():
         state[name] = float.fromhex(value["float"]) if isinstance(value, dict) else value
-    return Checkpoint(int(metadata["round"]), state, dict(personal))
+    return Checkpoint(metadata["round"], metadata["entries"], state, dict(personal))

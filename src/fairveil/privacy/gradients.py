@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
+
+from fairveil.errors import UserError
+from fairveil.options import shown
 
 if TYPE_CHECKING:
     from fairveil.models import Model
@@ -62,3 +66,31 @@ def record_gradients(model: Model, weights: Tensor, x: Tensor, y: Tensor) -> Ten
 
     by_name = vmap(grad(loss), in_dims=(None, 0, 0), randomness="error")(model.unflatten(weights), x, y)
     return torch.cat([by_name[name].reshape(len(y), -1) for name in model.names], dim=1)
+
+
+def check_record_gradients(model: Model) -> None:
+    """Refuse a model whose per-record gradients cannot be had, before anything is planned.
+
+    Raises:
+        UserError: naming what stands in the way.
+    """
+    spec = model.spec
+    x = torch.linspace(-1, 1, 2 * math.prod(spec.features)).reshape(2, *spec.features)
+    y = torch.arange(2) if spec.classes else torch.ones(2)
+    weights = model.flatten(model.module)
+    try:
+        together = record_gradients(model, weights, x, y)
+    except RuntimeError as error:
+        raise UserError(
+            f"model.name = {shown(spec.name)} has no per-record gradients.",
+            f"torch.func.vmap could not follow it: {str(error).splitlines()[0]}\n"
+            "Record-level privacy clips the gradient of each record on its own.",
+            "a model without branches on its data, nn.GRU or nn.LSTM; or a client-level algorithm (dp-fedavg)",
+        ) from error
+    alone = torch.stack([model.gradient(weights, x[i : i + 1], y[i : i + 1]) for i in range(2)])
+    if not torch.allclose(together, alone, rtol=1e-3, atol=1e-5):
+        raise UserError(
+            f"model.name = {shown(spec.name)} has per-record gradients that disagree with its own.",
+            "Those of torch.func.vmap differ from those of each record alone, so no bound on them can be trusted.",
+            "a model of layers that treat each record apart",
+        )

@@ -115,6 +115,10 @@ class Ledger:
             self._posted.setdefault(entry.unit, {})[entry.request] = (mechanism, entry.digest)
             self._counts.setdefault(entry.unit, Counter())[mechanism] += 1
 
+    def __len__(self) -> int:
+        """How many entries there are, over all units."""
+        return sum(len(entries) for entries in self._posted.values())
+
     def entries(self) -> list[tuple[int, str, str, bytes]]:
         """Every entry: unit, request, mechanism in canonical form, digest of the inputs."""
         query = "SELECT unit, request, what, digest FROM ledger JOIN mechanism ON id = mechanism ORDER BY unit, request"
