@@ -808,7 +808,7 @@ ACCOUNT = ["account", "--records", "1000", "--batch", "50", "--rounds", "3"]
         ("--epsilon 3 --delta nan", ["delta", "nan", "It must"]),
         ("--epsilon 3 --delta 0.001", ["--delta 0.001 is too large", "1,000 records", "1/n = 0.001"]),
         ("--epsilon 3 --adjacency sideways", ["--adjacency", "sideways", "add-remove, replace"]),
-        ("--epsilon 3 --accountant ours", ["--accountant", "ours", "pld, rdp, tightest"]),
+        ("--epsilon 3 --accountant ours", ["--accountant", "ours", "rdp, pld, tightest"]),
         ("--epsilon 3 --accountant rdp --adjacency replace", ["rdp", "replace", "pld"]),
         ("--epsilon 3 --first-round-factor 0", ["--first-round-factor 0", "positive and finite"]),
         ("--epsilon 3 --select-rounds 2", ["--select-rounds 2 needs --select-epsilon"]),

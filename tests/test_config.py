@@ -70,6 +70,8 @@ def test_settings_are_typed(small: dict[str, Any], setting: str, path: tuple[str
         ({"engine": {"kind": "locl"}}, 'engine.kind = "locl" is not valid.', 'engine.kind = "local"'),
         ({"name": "a/b"}, 'name = "a/b" is not valid.', 'name = "run"'),
         ({"model": 3}, "model = 3 is not valid.", "model = "),
+        ({"model": {"name": 7}}, "model.name = 7 is not valid.", 'model.name = "logistic"'),
+        ({"data": {"dataset": "digits", "split": 3}}, "data.split = 3", 'data.split = { kind = "iid", clients = 10 }'),
         ({"schema_version": 2}, "schema_version = 2 is not known.", "schema_version = 1"),
     ],
 )
@@ -78,6 +80,12 @@ def test_mistakes(small: dict[str, Any], change: dict[str, Any], what: str, fix:
         make_config(small | change)
     assert error.value.what.startswith(what) and error.value.fix.startswith(fix)
     assert error.value.why
+
+
+@pytest.mark.parametrize("setting", ["nonsense", "privacy..epsilon=3", ".epsilon=3", "=3", "seed.x=3"])
+def test_settings_that_are_none(small: dict[str, Any], setting: str) -> None:
+    with pytest.raises(UserError, match="--set"):
+        make_config(small | {"seed": 0}, [setting])
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

@@ -59,6 +59,11 @@ class WithBatchNorm(nn.Sequential):
         super().__init__(nn.Linear(features[0], 48), nn.BatchNorm1d(48), nn.Linear(48, classes))
 
 
+class Lazy(nn.Sequential):
+    def __init__(self, features: tuple[int, ...], classes: int) -> None:
+        super().__init__(nn.LazyBatchNorm1d(), nn.Linear(features[0], classes))
+
+
 class Misshapen(nn.Linear):
     def __init__(self, features: tuple[int, ...], classes: int) -> None:
         super().__init__(features[0], classes + 1)
@@ -101,7 +106,9 @@ class Remembering(nn.Linear):
 @pytest.fixture(autouse=True)
 def _own(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("own_nets")
-    vars(module).update({c.__name__: c for c in (WithBatchNorm, Misshapen, Choosy, Dropping, Remembering, Mixing)})
+    vars(module).update(
+        {c.__name__: c for c in (WithBatchNorm, Misshapen, Choosy, Dropping, Remembering, Mixing, Lazy)}
+    )
     vars(module)["number"] = lambda features, classes: 3
     monkeypatch.setitem(sys.modules, "own_nets", module)
 
@@ -110,6 +117,7 @@ def _own(monkeypatch: pytest.MonkeyPatch) -> None:
     ("spec", "what", "fix"),
     [
         (ModelSpec("own_nets:WithBatchNorm", (4,), 3), "'1' is BatchNorm1d", "torch.nn.GroupNorm(16, 48)"),
+        (ModelSpec("own_nets:Lazy", (4,), 3), "'0' is LazyBatchNorm1d", "torch.nn.GroupNorm(1, channels)"),
         (ModelSpec("own_nets:Misshapen", (4,), 3), "outputs of shape (2, 4)", "width 3"),
         (ModelSpec("own_nets:Choosy", (4,), 3), "does not fit records of shape (4,)", "first layer"),
         (ModelSpec("own_nets:Dropping", (4,), 3), "answers differently each time", "remove the dropout"),

@@ -227,7 +227,7 @@ def test_a_member_cannot_be_made_up() -> None:
 
 def test_diagnostics_go_to_the_table_and_not_to_the_algorithm(make: Callable[..., Session]) -> None:
     got = make().ask(answering(Reply(Kept(), diagnostics={"norm": 7.0})), np.array([1]))
-    assert got == [{}] and SEEN == [(1, "answer", {"norm": 7.0})]
+    assert got == [{}] and SEEN == [(1, "answer, ask 1", {"norm": 7.0})]
 
 
 def test_start_asks_nothing(make: Callable[..., Session]) -> None:

@@ -33,7 +33,7 @@ class Section(BaseModel):
 class DataConfig(Section):
     dataset: str = Field(examples=["digits"])
     options: dict[str, Any] = {}
-    split: dict[str, Any] | None = None
+    split: dict[str, Any] | None = Field(None, examples=[{"kind": "iid", "clients": 10}])
     sizes: Literal["rounded", "public"] = "rounded"
 
 
@@ -41,11 +41,19 @@ class NamedConfig(Section):
     """A name and the options that belong to it, which are checked by whoever answers to the name."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(examples=["global"])
+    name: str
 
     @property
     def options(self) -> dict[str, Any]:
         return self.model_extra or {}
+
+
+class ModelConfig(NamedConfig):
+    name: str = Field(examples=["logistic"])
+
+
+class AlgorithmConfig(NamedConfig):
+    name: str = Field(examples=["global"])
 
 
 class PrivacyConfig(Section):
@@ -126,8 +134,8 @@ class RunConfig(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(0, ge=0)
     data: DataConfig
-    model: NamedConfig
-    algorithm: NamedConfig
+    model: ModelConfig
+    algorithm: AlgorithmConfig
     privacy: PrivacyConfig
     fairness: FairnessConfig = FairnessConfig()
     engine: EngineConfig = EngineConfig()
@@ -216,7 +224,7 @@ def make_config(values: Mapping[str, Any], settings: Sequence[str] = ()) -> RunC
 def _lay_over(values: dict[str, Any], setting: str) -> None:
     key, found, text = setting.partition("=")
     *sections, name = key.strip().split(".")
-    if not found or not name:
+    if not found or not all([*sections, name]):
         raise UserError(
             f"--set {setting} is not a setting.",
             "It must read key=value. Nothing was run.",

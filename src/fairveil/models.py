@@ -228,11 +228,11 @@ def _refuse_mixing_layers(module: nn.Module) -> None:
     """Refuse layers through which one record's gradient would depend on the other records of its batch."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            width = layer.num_features
-            groups = next(g for g in (32, 16, 8, 4, 2, 1) if width % g == 0)
+            width = layer.num_features  # 0 while a lazy layer does not know yet
+            groups = next(g for g in (32, 16, 8, 4, 2, 1) if width % g == 0 and (width or g == 1))
             raise UserError(
                 f"model layer {name or 'itself'!r} is {type(layer).__name__}.",
                 "It mixes the records of a batch, so that one record moves the gradients of all the others\n"
                 "and clipping no longer bounds what a record can do: the privacy guarantee would be void.",
-                f"torch.nn.GroupNorm({groups}, {width})",
+                f"torch.nn.GroupNorm({groups}, {width or 'channels'})",
             )

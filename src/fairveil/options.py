@@ -19,6 +19,8 @@ def shown(value: Any) -> str:
     """A value as it would be typed in the config."""
     if isinstance(value, BaseModel):
         value = value.model_dump()
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {shown(inner)}" for key, inner in value.items()) + " }" if value else "{}"
     return json.dumps(value, ensure_ascii=False, default=str)
 
 

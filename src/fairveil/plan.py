@@ -14,7 +14,7 @@ from dp_accounting import DpEvent
 from fairveil.algorithms.base import Algorithm
 from fairveil.config import PrivacyConfig, RunConfig
 from fairveil.data.federation import GRID_PER_DECADE, Federation, nominal_sizes
-from fairveil.errors import UserError, unknown
+from fairveil.errors import UserError, nearest
 from fairveil.models import Model
 from fairveil.privacy.accounting import (
     Accountant,
@@ -321,7 +321,8 @@ def _check_account(
         ("--accountant", accountant, get_args(Accountant)),
     ):
         if value not in known:
-            raise unknown(key, value, known)
+            near = nearest(value, known) or known[0]
+            raise UserError(f"{key} {value} is not known.", f"It must be one of: {', '.join(known)}.", f"{key} {near}")
     for key, number in (
         ("--epsilon", 1.0 if epsilon is None else epsilon),
         ("--noise-multiplier", 1.0 if noise is None else noise + 1e-300),

@@ -301,8 +301,8 @@ def _save_models(plan: Plan, store: Store, state: object) -> None:
         for row, weights in enumerate(served.rows)
         for name, value in plan.model.unflatten(weights.clone()).items()
     }
-    metadata = {"index": json.dumps(np.asarray(served.index).tolist()), "model": plan.config.model.name}
-    store.write("models/served.safetensors", save(tensors, metadata))
+    metadata = {"model": plan.config.model.name, "row_of_client": np.asarray(served.index).tolist()}
+    store.write("models/served.safetensors", save(tensors, {"fairveil": json.dumps(metadata)}))
 
 
 def _provenance(plan: Plan) -> dict[str, str]:

@@ -229,7 +229,7 @@ class Session:
         replies = dict(self._engine.run(job))
         values = self._checked(job, [replies[call.client].out for call in job.calls])
         self._ledger.post([Entry(c.client, job.request, c.mechanism, c.digest) for c in job.calls if c.mechanism])
-        self._keep(task, replies)
+        self._keep(job, replies)
         return values
 
     def sum(
@@ -264,7 +264,7 @@ class Session:
         inputs = digest_of(task, mechanism, shared or {}, {}, b"".join(call.digest for call in job.calls))
         noisy = mechanism.finish(exact, Stream(self._root, job.request, "noise", inputs.hex()))
         self._ledger.post([Entry(FEDERATION, job.request, mechanism, inputs)])
-        self._keep(task, replies)
+        self._keep(job, replies)
         return noisy
 
     def _job(
@@ -309,12 +309,13 @@ class Session:
             raise TypeError(f"task {task.__name__}: clients answered with different things; that itself says something")
         return values
 
-    def _keep(self, task: Task, replies: Mapping[int, Reply]) -> None:
+    def _keep(self, job: Job, replies: Mapping[int, Reply]) -> None:
+        asked = f"{job.task.__name__}, {job.request.partition(', ')[2]}"  # a task may be asked twice in a round
         for client, reply in replies.items():
             if reply.keep is not None:
                 self._personal[client] = reply.keep
             if reply.diagnostics:
-                self._observe(client, task.__name__, reply.diagnostics)
+                self._observe(client, asked, reply.diagnostics)
 
     def _next(self, what: str) -> str:
         if self.round == 0:

@@ -12,7 +12,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from io import TextIOWrapper
 from pathlib import Path
@@ -40,7 +40,7 @@ CREATE TABLE IF NOT EXISTS client (client INTEGER PRIMARY KEY, "group" TEXT NOT 
 CREATE TABLE IF NOT EXISTS word (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
 CREATE TABLE IF NOT EXISTS score (
     round INTEGER NOT NULL, client INTEGER NOT NULL, split INTEGER NOT NULL, model INTEGER NOT NULL,
-    metric INTEGER NOT NULL, cluster INTEGER, value REAL NOT NULL, n INTEGER,
+    metric INTEGER NOT NULL, cluster INTEGER, value REAL, n INTEGER,
     PRIMARY KEY (round, client, split, model, metric)) WITHOUT ROWID;
 CREATE VIEW IF NOT EXISTS metrics AS
     SELECT score.round, score.client, client."group", score.cluster, s.text AS split, m.text AS model,
@@ -203,21 +203,21 @@ class Store:
     def write(self, name: str, data: bytes) -> Path:
         """Write a file of the folder: whole or not at all, and on disk when this returns."""
         path = self.folder / name
-        path.parent.mkdir(exist_ok=True)
         beside = path.with_name(f".{path.name}.part")
-        with disk_faults(self.folder):
-            try:
-                with beside.open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError:
-                beside.unlink(missing_ok=True)
-                raise
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with beside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
             beside.rename(path)
             directory = os.open(path.parent, os.O_RDONLY)
             os.fsync(directory)  # the rename itself
             os.close(directory)
+        except OSError as error:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise _unwritable(self.folder, error) from error
         return path
 
     def _word(self, text: str) -> int:
@@ -247,10 +247,14 @@ def disk_faults(folder: Path) -> Iterator[None]:
         ours = type(error) is sqlite3.DatabaseError or isinstance(error, sqlite3.OperationalError)
         if not ours and getattr(error, "errno", None) not in DISK_FAULTS:
             raise
-        raise RunFault(
-            f"{folder} could not be written: {error}.\n"
-            "  Nothing is released that is not in the ledger. If the disk is full, free some space first."
-        ) from error
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: Exception) -> RunFault:
+    return RunFault(
+        f"{folder} could not be written: {error}.\n"
+        "  Nothing is released that is not in the ledger. If the disk is full, free some space first."
+    )
 
 
 def _take_apart(state: object) -> tuple[dict[str, Tensor], dict[str, Any]]:

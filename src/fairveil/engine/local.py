@@ -175,7 +175,8 @@ class _Worker:
     @classmethod
     def start(cls, bench: tuple[Any, ...]) -> _Worker:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "fairveil.engine.local", "fairveil.tasks"])
+        # vmap imports torch._dynamo when it is first used: once here, not in every worker
+        context.set_forkserver_preload(["torch", "torch._dynamo", "fairveil.engine.local", "fairveil.tasks"])
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs,), daemon=True)
         with _without_main():
