@@ -262,7 +262,7 @@ seed = 0                        # same seed, same run, on any number of cores
 
 [data]
 dataset = "digits"              # fairveil list datasets; or "file", or "package.module:Class"
-# options = {{ path = "visits.csv", client = "hospital", target = "outcome" }}  # for dataset = "file"
+# options = {{ path = "visits.csv", client = "hospital", target = "outcome", group = "hospital" }}  # for "file"
 {split}
 sizes = "rounded"               # how clients declare their size: rounded down, or "public" (exact)
 
