@@ -175,7 +175,8 @@ def test_unknown_key(fairveil: Fairveil, typed: str, words: list[str]) -> None:
         ("algorithm.rounds=0", ["algorithm.rounds = 0", "greater than or equal to 1"]),
         ("algorithm.rounds=2.5", ["algorithm.rounds = 2.5", "integer"]),
         ("algorithm.learning_rate=0", ["algorithm.learning_rate = 0", "greater than 0"]),
-        ("algorithm.learning_rate=nan", ["algorithm.learning_rate = NaN", "greater than 0"]),
+        ("algorithm.learning_rate=nan", ["algorithm.learning_rate = NaN", "finite number"]),
+        ("algorithm.learning_rate=inf", ["algorithm.learning_rate = Infinity", "finite number"]),
         ("engine.workers=0", ["engine.workers = 0", "greater than or equal to 1"]),
         ("engine.kind=flowr", ['engine.kind = "flowr"', 'engine.kind = "local"']),
         ("metrics.every=0", ["metrics.every = 0"]),
@@ -562,7 +563,7 @@ def test_resume_of_something_else(fairveil: Fairveil, tmp_path: Path) -> None:
     fairveil("run", "other", "--resume").refuses("other is not a run folder", "config.toml", "fairveil list runs")
     assert list(Path("other").iterdir()) == []
     fairveil("run", "nowhere", "--resume").refuses("nowhere cannot be read")
-    fairveil("run", config(), "--resume").refuses("no run of this config under runs", "without --resume")
+    fairveil("run", config(), "--resume").refuses("no run of this config under runs", "fairveil list runs")
     no_run()
 
 
@@ -801,9 +802,9 @@ ACCOUNT = ["account", "--records", "1000", "--batch", "50", "--rounds", "3"]
         ("--epsilon -2", ["epsilon", "-2", "It must"]),
         ("--epsilon nan", ["epsilon", "nan", "It must"]),
         ("--epsilon inf", ["epsilon", "inf", "It must"]),
-        ("--noise-multiplier -1", ["--noise-multiplier -1", "positive and finite"]),
-        ("--noise-multiplier nan", ["--noise-multiplier nan", "positive and finite"]),
-        ("--noise-multiplier inf", ["--noise-multiplier inf", "positive and finite"]),
+        ("--noise-multiplier -1", ["--noise-multiplier -1", "finite, and not negative"]),
+        ("--noise-multiplier nan", ["--noise-multiplier nan", "finite, and not negative"]),
+        ("--noise-multiplier inf", ["--noise-multiplier inf", "finite, and not negative"]),
         ("--epsilon 3 --delta 0", ["delta", "0", "It must"]),
         ("--epsilon 3 --delta nan", ["delta", "nan", "It must"]),
         ("--epsilon 3 --delta 0.001", ["--delta 0.001 is too large", "1,000 records", "1/n = 0.001"]),
@@ -832,7 +833,7 @@ def test_account_usage(fairveil: Fairveil, more: str) -> None:
 # ---- training that diverges ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rate", ["1e39", "inf", "3e38", "2e38"])
+@pytest.mark.parametrize("rate", ["1e39", "3e38", "2e38"])
 def test_divergence(fairveil: Fairveil, rate: str) -> None:
     """A learning rate far too large: told as that, and never as a fault or a number that is none."""
     answer = fairveil("run", config(), "--json", *setting(f"algorithm.learning_rate={rate}"))

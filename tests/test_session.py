@@ -100,6 +100,13 @@ def chatty(members: Sequence[Member]) -> list[Reply]:
     return replies
 
 
+def overwriting(members: Sequence[Member]) -> list[Reply]:
+    replies = local_update(members)
+    for reply, member in zip(replies, members, strict=True):
+        reply.out.value["update"].add_(member.data.train.x.mean())  # type: ignore[union-attr]
+    return replies
+
+
 def answering(*values: Any) -> Task:
     """A task that gives these answers; one value stands for all clients."""
     ANSWERS[:] = values if len(values) > 1 else values * 3
@@ -197,6 +204,11 @@ def test_asked_with_a_mechanism_nobody_stays_silent(make: Callable[..., Session]
 def test_nothing_travels_beside_what_is_priced(make: Callable[..., Session]) -> None:
     with pytest.raises(TypeError, match=r"\['n', 'update'\] sent"):
         make().ask(chatty, FACTS.clients, mechanism=training, shared=INPUTS)
+
+
+def test_what_was_released_cannot_be_written_over(make: Callable[..., Session]) -> None:
+    with pytest.raises(TypeError, match="wrote into what its mechanism had released"):
+        make().ask(overwriting, FACTS.clients, mechanism=training, shared=INPUTS)
 
 
 def test_a_client_is_asked_once_in_a_request(make: Callable[..., Session]) -> None:

@@ -84,7 +84,7 @@ def test_metrics_are_one_long_table_and_a_round_run_again_replaces_its_rows(tmp_
             (1, 0, "north", 0, "test", "served", "accuracy", 0.5, 50),
             (1, 1, "south", 1, "test", "served", "accuracy", 0.6, 50),
         ]
-        assert store.scores("accuracy") == (1, {0: (0.5, 50), 1: (0.6, 50)})
+        assert store.scores("accuracy") == {0: 0.5, 1: 0.6}
         assert store.seconds() == 0.25 and store.meta("data") == "abc" and store.meta("none") is None
 
 

@@ -71,7 +71,11 @@ def plan(config: Config, settings: Settings = None, as_json: AsJson = False) -> 
     if as_json:
         _print_json(planned.to_json())
         return
-    statement = planned.statement()
+    statement, size = planned.statement(), planned.facts.size
+    out.print(
+        f"{len(size)} clients of {size.min():,} to {size.max():,} records (as declared), records of shape "
+        f"{planned.facts.features}, {planned.facts.parameters:,} parameters."
+    )
     table = Table(title=f"{planned.config.name}: what will be sent", title_justify="left")
     for column in ("release", "times", "each"):
         table.add_column(column)

@@ -29,7 +29,7 @@ class UserError(Exception):
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word most like `word`, or None if nothing is near."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), None)
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
 
 
 def unknown(key: str, value: str, known: Iterable[str]) -> UserError:

@@ -228,7 +228,7 @@ def _refuse_mixing_layers(module: nn.Module) -> None:
     """Refuse layers through which one record's gradient would depend on the other records of its batch."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            width = layer.num_features  # 0 while a lazy layer does not know yet
+            width = layer.num_features if isinstance(layer.num_features, int) else 0  # 0: a lazy layer
             groups = next(g for g in (32, 16, 8, 4, 2, 1) if width % g == 0 and (width or g == 1))
             raise UserError(
                 f"model layer {name or 'itself'!r} is {type(layer).__name__}.",

@@ -52,7 +52,7 @@ class Plan:
 
     @cached_property
     def terms(self) -> dict[int, Terms]:
-        """The terms of every unit, and those of the federation."""
+        """The terms of every protected unit: of each client, or of the federation."""
         return {u.unit: Terms(self.facts, u.size, u.noise_multiplier) for u in self.units}
 
     @cached_property
@@ -73,24 +73,24 @@ class Plan:
     @property
     def price(self) -> Price:
         """The guarantee: the largest price over protected units."""
-        worst = max((u for u in self.units if u.unit in set(self.protected)), key=lambda u: u.epsilon)
+        worst = max(self.units, key=lambda unit: unit.epsilon)
         privacy = self.config.privacy
         return Price(worst.epsilon, privacy.delta, worst.accountant, privacy.adjacency)  # type: ignore[arg-type]
 
-    def spent(self, ledger: Ledger, accountant: Accountant) -> tuple[dict[int, Counter[Mechanism]], float]:
+    def spent(self, ledger: Ledger) -> tuple[dict[int, Counter[Mechanism]], float]:
         """What has been posted, by unit, and the largest price of it over units."""
         by_name = {canonical(m): m for releases in self.releases.values() for m in releases}
         posted = {
             unit: Counter({by_name[what]: count for what, count in counts.items()})
             for unit, counts in ledger.posted().items()
         }
-        prices = _prices(posted.values(), self.config.privacy, accountant)
+        prices = _prices(posted.values(), self.config.privacy)
         return posted, max((found.epsilon for found in prices), default=0.0)
 
     def statement(
         self,
         posted: Mapping[int, Releases] | None = None,
-        spent: float = 0.0,
+        spent: float | None = None,
         *,
         complete: bool = False,
     ) -> Statement:
@@ -107,7 +107,7 @@ class Plan:
             price=self.price,
             spent=spent,
             planned=[self.releases[unit] for unit in by_size],
-            posted=[(posted or {}).get(unit, {}) for unit in by_size],
+            posted=None if posted is None else [posted.get(unit, {}) for unit in by_size],
             trust=self.algorithm.trust,
             public=public,
             complete=complete,
@@ -115,8 +115,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """What will be sent, how often, with what noise, and what it costs."""
-        units = [u for u in self.units if u.unit in set(self.protected)]
-        noise = [u.noise_multiplier for u in units]
+        noise = [u.noise_multiplier for u in self.units]
         return {
             "name": self.config.name,
             "algorithm": self.config.algorithm.name,
@@ -126,7 +125,7 @@ class Plan:
             "epsilon": json_number(self.price.epsilon),
             "delta": self.price.delta,
             "noise_multiplier": {"smallest": min(noise), "largest": max(noise)},
-            "units": [asdict(u) | {"epsilon": json_number(u.epsilon)} for u in units],
+            "units": [asdict(u) | {"epsilon": json_number(u.epsilon)} for u in self.units],
             "statement": self.statement().to_json(),
         }
 
@@ -150,7 +149,7 @@ def make_plan(config: RunConfig) -> Plan:
     ]
     units = [
         UnitPlan(unit, terms[unit].size, z, found.epsilon, found.accountant)
-        for unit, z, found in zip(protected, noise, _prices(releases, privacy, privacy.accountant), strict=True)
+        for unit, z, found in zip(protected, noise, _prices(releases, privacy), strict=True)
     ]
     return Plan(config, algorithm, federation, model, facts, tuple(units))
 
@@ -224,7 +223,7 @@ def _check_scope(algorithm: Algorithm[Any], terms: Mapping[int, Terms], protecte
         )
 
 
-def _prices(many: Iterable[Releases], privacy: PrivacyConfig, accountant: Accountant) -> list[Price]:
+def _prices(many: Iterable[Releases], privacy: PrivacyConfig) -> list[Price]:
     """The price of each multiset; equal ones (clients of one size) are priced once."""
     known: dict[frozenset[tuple[DpEvent, int]], Price] = {}
     found = []
@@ -232,7 +231,7 @@ def _prices(many: Iterable[Releases], privacy: PrivacyConfig, accountant: Accoun
         events = _events(releases)
         key = frozenset(events.items())
         if key not in known:
-            known[key] = price(events, privacy.delta, adjacency=privacy.adjacency, accountant=accountant)
+            known[key] = price(events, privacy.delta, adjacency=privacy.adjacency, accountant=privacy.accountant)
         found.append(known[key])
     return found
 
@@ -289,7 +288,10 @@ def account_schedule(
     """
     _check_account(schedule, epsilon, noise_multiplier, delta, adjacency, accountant)
     terms: dict[str, Any] = {"adjacency": adjacency, "accountant": accountant}
-    z = noise_multiplier if epsilon is None else calibrate(schedule.events, epsilon, delta, **terms)
+    try:
+        z = noise_multiplier if epsilon is None else calibrate(schedule.events, epsilon, delta, **terms)
+    except UserError as error:  # the same words, for who typed options and no config
+        raise UserError(error.what.replace("privacy.epsilon =", "--epsilon"), error.why, error.fix) from None
     assert z is not None
     found = price(schedule.events(z), delta, **terms)
     return {
@@ -325,12 +327,23 @@ def _check_account(
             raise UserError(f"{key} {value} is not known.", f"It must be one of: {', '.join(known)}.", f"{key} {near}")
     for key, number in (
         ("--epsilon", 1.0 if epsilon is None else epsilon),
-        ("--noise-multiplier", 1.0 if noise is None else noise + 1e-300),
         ("--first-round-factor", schedule.first_round_factor),
         ("--select-epsilon", 1.0 if schedule.select_epsilon is None else schedule.select_epsilon),
     ):
         if not 0 < number < math.inf:
             raise UserError(f"{key} {number:g} makes no sense.", "It must be positive and finite.", f"{key} 1.0")
+    if noise is not None and not 0 <= noise < math.inf:
+        raise UserError(
+            f"--noise-multiplier {noise:g} makes no sense.",
+            "It must be finite, and not negative.",
+            "--noise-multiplier 1",
+        )
+    if adjacency == "replace" and accountant == "rdp":
+        raise UserError(
+            "--accountant rdp does not go with --adjacency replace.",
+            "The Renyi accountant prices a replaced record like a removed one, which would be too little.",
+            "--accountant pld",
+        )
     if not 0 < delta < 1:
         raise UserError(f"--delta {delta:g} is not a probability.", "It must lie between 0 and 1.", "--delta 1e-4")
     if schedule.select_rounds and schedule.select_epsilon is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,14 @@ def load_object(key: str, path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
         return getattr(module, name)
-    except (ImportError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}.\nThe current folder is searched first."
-        fix = f'{key} = "package.module:Name", run from the folder that holds the package'
-    except AttributeError:
+    except Exception as error:  # a user's module can fail in any way
+        if not isinstance(error, AttributeError) or module_name not in sys.modules:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            at = "" if isinstance(error, ImportError) else f" ({Path(where.filename).name}, line {where.lineno})"
+            why = f"{type(error).__name__}: {error}{at}.\nThe current folder is searched first."
+            fix = f'{key} = "package.module:Name", run from the folder that holds the package'
+            raise UserError(f'{key} = "{path}" cannot be imported.', f"{why} Nothing was run.", fix) from error
         near = nearest(name, vars(module))
         why = f"The module {module_name!r} has no {name!r}."
         fix = f'{key} = "{module_name}:{near}"' if near else f"define {name or 'Name'} in {module_name}"
-    raise UserError(f'{key} = "{path}" cannot be imported.', f"{why} Nothing was run.", fix)
+        raise UserError(f'{key} = "{path}" cannot be imported.', f"{why} Nothing was run.", fix) from None

@@ -23,7 +23,7 @@ from fairveil.engine.local import LocalEngine
 from fairveil.errors import PrivacyError, RunFault, UserError
 from fairveil.metrics import Summary, summarise
 from fairveil.plan import Plan, make_plan, materials
-from fairveil.privacy.accounting import Accountant
+from fairveil.privacy.accounting import rdp_curve, rdp_epsilon
 from fairveil.privacy.mechanisms import canonical
 from fairveil.privacy.statement import Statement, json_number
 from fairveil.session import Call, Job, Pick, Session
@@ -66,7 +66,7 @@ class RunResult:
             "rounds": self.rounds,
             "seconds": round(self.seconds, 3),
             "epsilon": json_number(self.statement.epsilon),
-            "epsilon_spent": json_number(self.statement.epsilon_spent),
+            "epsilon_spent": json_number(self.statement.epsilon_spent or 0.0),
             "delta": self.statement.delta,
             **{name: asdict(summary) for name, summary in self.metrics.items()},
             "guarantee": self.statement.sentence(),
@@ -136,8 +136,9 @@ def _carry_out(plan: Plan, store: Store, progress: Progress | None) -> RunResult
             drive(plan, store, progress)
             return _finish(plan, store)
     except KeyboardInterrupt:
-        if not (store.folder / "config.toml").exists():
+        if not store.units():
             raise Interrupted("Stopped before anything was planned; nothing was released.") from None
+        _state(plan, store, complete=False)
         checkpoint = store.latest()
         raise Interrupted(
             f"Stopped after round {checkpoint.round if checkpoint else 0} of {plan.algorithm.rounds}; everything up to "
@@ -234,9 +235,7 @@ def _evaluate(
 
 def _finish(plan: Plan, store: Store) -> RunResult:
     """The statement and the result of a run whose rounds are all done."""
-    posted, spent = plan.spent(store.ledger, plan.config.privacy.accountant)
-    statement = plan.statement(posted, spent, complete=True)
-    store.write("statement.json", json.dumps(statement.to_json(), indent=2).encode())
+    statement = _state(plan, store, complete=True)
     metrics, _ = _summaries(plan, store)
     name = plan.config.algorithm.name
     result = RunResult(store.folder, name, plan.algorithm.rounds, store.seconds(), statement, metrics)
@@ -244,13 +243,21 @@ def _finish(plan: Plan, store: Store) -> RunResult:
     return result
 
 
+def _state(plan: Plan, store: Store, *, complete: bool) -> Statement:
+    """Write the statement of what has been posted so far."""
+    posted, spent = plan.spent(store.ledger)
+    statement = plan.statement(posted, spent, complete=complete)
+    store.write("statement.json", json.dumps(statement.to_json(), indent=2).encode())
+    return statement
+
+
 def _summaries(plan: Plan, store: Store) -> tuple[dict[str, Summary], Summary]:
     """All metrics of the last evaluated round, and the main one."""
     main = "accuracy" if plan.facts.classes else "rmse"
     found = {}
     for metric in (main, "loss"):
-        _, by_client = store.scores(metric)
-        values = np.array([by_client[client][0] for client in plan.facts.clients.tolist()])
+        by_client = store.scores(metric)
+        values = np.array([by_client[client] for client in plan.facts.clients.tolist()])
         found[metric] = summarise(
             values, plan.facts.group, plan.federation.groups, higher_is_better=metric == "accuracy"
         )
@@ -258,23 +265,24 @@ def _summaries(plan: Plan, store: Store) -> tuple[dict[str, Summary], Summary]:
 
 
 class _Gauge:
-    """How much has been spent, priced rarely: pricing is no part of a round.
+    """What has been spent after each round, as an upper bound that costs next to nothing.
 
-    RDP is cheap and an upper bound, and so is the plan's price, since what was posted is part of the plan.
+    Renyi divergences of what was posted add up; the plan's price bounds them too, since what was posted is part of it.
+    (Under replace there is no Renyi price: the plan's stands.)
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self.plan, self.store = plan, store
-        sizes = len({unit.size for unit in plan.units})
-        self.every = max(1, plan.algorithm.rounds * sizes // 20)
-        self.spent = 0.0
+        mechanisms = {canonical(m): m for releases in plan.releases.values() for m in releases}
+        self.curves = {what: rdp_curve(mechanism.event) for what, mechanism in mechanisms.items()}
 
     def report(self, number: int, summary: Summary | None) -> RoundReport:
-        rounds, planned = self.plan.algorithm.rounds, self.plan.price.epsilon
-        if number % self.every == 0 or number == rounds:
-            cheap: Accountant = "rdp" if self.plan.config.privacy.adjacency == "add-remove" else "pld"
-            self.spent = min(self.plan.spent(self.store.ledger, cheap)[1], planned)
-        return RoundReport(number, rounds, planned, self.spent, summary)
+        privacy, spent = self.plan.config.privacy, self.plan.price.epsilon
+        if privacy.adjacency == "add-remove":
+            posted = {frozenset(counts.items()) for counts in self.store.ledger.posted().values()}
+            curves = [np.sum([n * self.curves[what] for what, n in counts], axis=0) for counts in posted]
+            spent = min(spent, max((rdp_epsilon(curve, privacy.delta) for curve in curves), default=0.0))
+        return RoundReport(number, self.plan.algorithm.rounds, self.plan.price.epsilon, spent, summary)
 
 
 def _check_finite(state: Any, number: int) -> None:
@@ -338,5 +346,5 @@ def _newest_run(config: RunConfig, runs: Path) -> Path:
     raise UserError(
         f"there is no run of this config under {runs}.",
         "A run is resumed from its folder, or from the very config it was started with.",
-        "fairveil run CONFIG, without --resume, to start one",
+        f"its folder (fairveil list runs --runs {runs}), if it was started with --set or under another name",
     )

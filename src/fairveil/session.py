@@ -7,14 +7,12 @@ is a type error.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fairveil.data.federation import ClientData
@@ -22,7 +20,7 @@ from fairveil.errors import PrivacyError
 from fairveil.models import Model
 from fairveil.privacy.ledger import FEDERATION, Entry, Ledger
 from fairveil.privacy.mechanisms import ClientMechanism, CohortSums, Mechanism, canonical
-from fairveil.privacy.release import MINT, Kept, Plain, Public, Release, Reply, Share
+from fairveil.privacy.release import MINT, Kept, Plain, Public, Release, Reply, Share, digest_values
 from fairveil.streams import Stream
 
 
@@ -108,8 +106,12 @@ class Member:
             raise TypeError("a Member is made by the engine: a task works with the members it is given")
 
     def stream(self, purpose: str) -> Stream:
-        """Randomness of this client for this request."""
-        return Stream(*self.key, purpose)
+        """Randomness of this client for this request, for the task."""
+        return Stream(*self.key, "task", purpose)
+
+    def noise(self) -> Stream:
+        """Randomness of this client for this request, for its mechanism alone."""
+        return Stream(*self.key, "mechanism")
 
 
 Task = Callable[[Sequence[Member]], list[Reply]]
@@ -193,6 +195,8 @@ class Session:
     @property
     def federation_terms(self) -> Terms:
         """The terms of what is summed over clients."""
+        if FEDERATION not in self.terms:
+            raise PrivacyError("nothing is summed over clients here: the plan protects each client's records by itself")
         return self.terms[FEDERATION]
 
     def cohort(self, sample_rate: float) -> Cohort:
@@ -228,7 +232,13 @@ class Session:
         job = self._job("ask", task, clients, mechanisms, shared or {}, each or {})
         replies = dict(self._engine.run(job))
         values = self._checked(job, [replies[call.client].out for call in job.calls])
-        self._ledger.post([Entry(c.client, job.request, c.mechanism, c.digest) for c in job.calls if c.mechanism])
+        self._ledger.post(
+            [
+                Entry(call.client, job.request, call.mechanism, call.digest, digest_values(value))
+                for call, value in zip(job.calls, values, strict=True)
+                if call.mechanism
+            ]
+        )
         self._keep(job, replies)
         return values
 
@@ -263,7 +273,7 @@ class Session:
             replies[client] = Reply(Kept(), reply.keep, reply.diagnostics)  # the share itself is let go
         inputs = digest_of(task, mechanism, shared or {}, {}, b"".join(call.digest for call in job.calls))
         noisy = mechanism.finish(exact, Stream(self._root, job.request, "noise", inputs.hex()))
-        self._ledger.post([Entry(FEDERATION, job.request, mechanism, inputs)])
+        self._ledger.post([Entry(FEDERATION, job.request, mechanism, inputs, digest_values(noisy))])
         self._keep(job, replies)
         return noisy
 
@@ -297,6 +307,8 @@ class Session:
                     raise TypeError(f"task {task.__name__}: released by {out.mechanism}, asked {call.mechanism}")
                 if set(out.value) != set(out.mechanism.outputs):
                     raise TypeError(f"task {task.__name__}: {sorted(out.value)} sent, {out.mechanism.outputs} priced")
+                if digest_values(out.value) != out.digest:
+                    raise TypeError(f"task {task.__name__} wrote into what its mechanism had released")
             elif call.mechanism is not None:
                 raise _unpriced(task, out, "asked with a mechanism, every client answers with a Release by it")
             elif isinstance(out, Public):
@@ -343,23 +355,6 @@ def digest_of(
     Raises:
         TypeError: an input that is neither a tensor nor a plain value.
     """
-    state = hashlib.blake2b(before, digest_size=16)
-
-    def add(data: bytes) -> None:
-        state.update(len(data).to_bytes(8, "big"))  # so that no two lists of fields run together
-        state.update(data)
-
-    add(f"{task.__module__}.{task.__qualname__}".encode())
-    add(canonical(mechanism).encode() if mechanism else b"")
-    for kind, values in (("input", inputs), ("personal", personal)):
-        for name in sorted(values):
-            value = values[name]
-            if isinstance(value, Tensor):
-                add(f"{kind} {name} {value.dtype} {tuple(value.shape)}".encode())
-                add(torch.atleast_1d(value.detach()).contiguous().numpy().tobytes())
-            elif isinstance(value, int | float | str | bool):
-                text = value.hex() if isinstance(value, float) else repr(value)
-                add(f"{kind} {name} {type(value).__name__} {text}".encode())
-            else:
-                raise TypeError(f"{kind} {name!r} is a {type(value).__name__}: tensors and plain values only")
-    return state.digest()
+    whole = canonical(mechanism) if mechanism else ""
+    name = {"task": f"{task.__module__}.{task.__qualname__}", "mechanism": whole}
+    return digest_values(name, inputs, personal, before=before)

@@ -187,14 +187,11 @@ class Store:
 
     # ---- reading and writing -----------------------------------------------------------------------
 
-    def scores(self, metric: str, model: str = "served") -> tuple[int, dict[int, tuple[float, int | None]]]:
-        """The last evaluated round and, by client, the value and n of a metric in it."""
-        rows = self.database.execute(
-            "SELECT round, client, value, n FROM metrics WHERE metric = ? AND model = ? AND round = "
-            "(SELECT MAX(round) FROM metrics WHERE metric = ? AND model = ?)",
-            (metric, model, metric, model),
-        ).fetchall()
-        return (rows[0][0] if rows else 0), {client: (value, n) for _, client, value, n in rows}
+    def scores(self, metric: str) -> dict[int, float]:
+        """A metric of the served models in the last evaluated round, by client."""
+        query = "SELECT client, value FROM metrics WHERE metric = ? AND model = 'served' AND round = {}"
+        last = "(SELECT MAX(round) FROM metrics WHERE metric = ? AND model = 'served')"
+        return dict(self.database.execute(query.format(last), (metric, metric)))
 
     def seconds(self) -> float:
         """Time spent in finished rounds, over all interruptions."""

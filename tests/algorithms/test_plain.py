@@ -145,7 +145,7 @@ def test_dp_fedavg_with_small_local_batches(plain: dict[str, Any]) -> None:
     inputs = {"model": start, "learning_rate": 0.8, "local_epochs": 2, "batch_size": 50}
     model = config.model_spec(config.build_federation()).build()
     (reply,) = bounded_update([Member(data, model, inputs, sums, {}, ("here",), MINT)])
-    shuffle, batches = Stream("here", "batches").numpy, []
+    shuffle, batches = Stream("here", "task", "batches").numpy, []
     for _ in range(2):
         order = torch.from_numpy(shuffle.permutation(len(data.train)))
         assert sorted(order.tolist()) == list(range(len(data.train)))

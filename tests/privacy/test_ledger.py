@@ -29,8 +29,10 @@ def ledger(path: Path) -> Ledger:
     return ledger
 
 
-def entry(unit: int, number: int, mechanism: NoisyTraining | CohortSums = TRAINING, digest: bytes = b"x") -> Entry:
-    return Entry(unit, f"round {number}", mechanism, digest)
+def entry(
+    unit: int, number: int, mechanism: NoisyTraining | CohortSums = TRAINING, digest: bytes = b"x", reply: bytes = b"r"
+) -> Entry:
+    return Entry(unit, f"round {number}", mechanism, digest, reply)
 
 
 def test_posts_are_counted_by_unit_and_mechanism(ledger: Ledger) -> None:
@@ -99,6 +101,13 @@ def test_the_same_request_with_other_inputs_is_refused(ledger: Ledger) -> None:
     ledger.post([entry(0, 1)])
     with pytest.raises(PrivacyError, match="answered before with other inputs"):
         ledger.post([entry(0, 1, digest=b"y")])
+
+
+def test_the_same_request_with_another_answer_is_refused(ledger: Ledger) -> None:
+    """Whatever made it different: changed code, another package, a model that draws randomness of its own."""
+    ledger.post([entry(0, 1)])
+    with pytest.raises(PrivacyError, match="answered before in another way"):
+        ledger.post([entry(0, 1, reply=b"s")])
 
 
 def test_everything_survives_reopening(ledger: Ledger, path: Path) -> None:

@@ -36,8 +36,8 @@ class FakeClient:
     def __post_init__(self) -> None:
         self.data = ClientData(self.train, self.train)
 
-    def stream(self, purpose: str) -> Stream:
-        return Stream(*self.key, purpose)
+    def noise(self) -> Stream:
+        return Stream(*self.key)
 
 
 MODELS = {
@@ -323,6 +323,24 @@ def test_released_values_lie_on_a_public_grid() -> None:
 def test_sums_that_make_no_sense_are_refused(parts: tuple[Part, ...]) -> None:
     with pytest.raises(ValueError):
         CohortSums(parts, 0.5)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("z", [1e-3, 1.0, 1e5, 1e8, 1e12])
+def test_noise_of_any_size_fits_the_fixed_point(z: float) -> None:
+    """No overflow: N(5, z^2) on a sum of five aligned clients. False alarm below 1e-6 each."""
+    mechanism = CohortSums((Part("a", (20_000,), 1.0, z),), 1.0)
+    one = torch.full((20_000,), 20_000**-0.5, dtype=torch.float64)
+    sums = mechanism.finish(total(mechanism, [{"a": one}] * 5), Stream(4, "noise"))["a"].double().numpy()
+    assert stats.kstest((sums - 5 * 20_000**-0.5) / z, "norm").pvalue > 1e-6
+
+
+def test_a_share_that_is_not_a_number_is_not_added() -> None:
+    mechanism = two_parts()
+    share, _ = mechanism.share({"update": torch.zeros(4), "loss": torch.tensor(0.0)})
+    share.value["update"][0] = math.nan  # written after it was bounded
+    with pytest.raises(TypeError, match="longer than its bound"):
+        mechanism.add(mechanism.zero(), share)
 
 
 def test_a_share_of_the_wrong_shape_or_name_is_refused() -> None:

@@ -28,7 +28,7 @@ class Algorithm(BaseModel, ABC, Generic[S]):
     The state S is a dataclass of tensors and numbers; the runner saves it after every round.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     name: ClassVar[str]
     unit: ClassVar[Unit]  # what the guarantee protects

@@ -143,6 +143,20 @@ def _check(epsilon: float, delta: float, adjacency: Adjacency, accountant: Accou
         )
 
 
+ORDERS = tuple(1 + 2 ** (k / 4) for k in range(-8, 20)) + tuple(range(32, 513, 32))
+
+
+def rdp_curve(event: dpa.DpEvent) -> Floats:
+    """The Renyi divergence of one event at ORDERS, add/remove. Curves of composed events add up: a running total."""
+    what = _compose([(event, 1)])
+    return np.array([_rdp_at(what, order) for order in ORDERS])
+
+
+def rdp_epsilon(curve: Floats, delta: float) -> float:
+    """The epsilon of a (summed) curve: cheap, and an upper bound like every price."""
+    return float(compute_epsilon(ORDERS, curve, delta)[0]) if np.isfinite(curve).any() else math.inf
+
+
 class _Composition(NamedTuple):
     """All events in normal form: the same events give the same value, however they were nested."""
 
@@ -212,21 +226,26 @@ def _rdp_epsilon(what: _Composition, delta: float) -> float:
     @functools.cache
     def bound(log_order: float) -> float:
         order = 1 + 2.0**log_order if log_order < 5 else 1 + round(2**log_order)  # a large one must be an integer
-        accountant = RdpAccountant([order])
-        for q, z, count in what.sampled:
-            accountant.compose(dpa.PoissonSampledDpEvent(q, dpa.GaussianDpEvent(z)), count)
-        rdp = float(accountant.rdp[0]) + order * what.precision / 2
-        # Bounded range epsilon is epsilon^2/8-zCDP (Cesar and Rogers 2021); it is also epsilon-DP.
-        rdp += sum(count * min(order * e * e / 8, e) for e, count in what.selections)
-        # What rounding makes negative would be priced at 0: we add more than its error (1e-15 a step, by mpmath).
-        rdp = max(rdp, 0.0) * (1 + 1e-12) + 1e-12 * sum(count for *_, count in what.sampled)
-        return math.inf if math.isnan(rdp) else float(compute_epsilon([order], [rdp], delta)[0])
+        return float(compute_epsilon([order], [_rdp_at(what, order)], delta)[0])
 
     best = 0.0  # order 2; orders of 2,000 and more are slow, and of use for tiny prices only
     for step in (1.0, 0.25, 0.05):
         while best < 11 and bound(nearer := min(best - step, best + step, key=bound)) < bound(best):
             best = nearer
     return bound(best)
+
+
+def _rdp_at(what: _Composition, order: float) -> float:
+    """The Renyi divergence at one order; infinite where it cannot be had."""
+    accountant = RdpAccountant([order])
+    for q, z, count in what.sampled:
+        accountant.compose(dpa.PoissonSampledDpEvent(q, dpa.GaussianDpEvent(z)), count)
+    rdp = float(accountant.rdp[0]) + order * what.precision / 2
+    # Bounded range epsilon is epsilon^2/8-zCDP (Cesar and Rogers 2021); it is also epsilon-DP.
+    rdp += sum(count * min(order * e * e / 8, e) for e, count in what.selections)
+    # What rounding makes negative would be priced at 0: we add more than its error (1e-15 a step, by mpmath).
+    rdp = max(rdp, 0.0) * (1 + 1e-12) + 1e-12 * sum(count for *_, count in what.sampled)
+    return math.inf if math.isnan(rdp) else rdp
 
 
 class _Step(NamedTuple):

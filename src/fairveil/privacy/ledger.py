@@ -3,8 +3,8 @@
 A unit is a client (record-level privacy: its records are protected, client by client) or the whole federation
 (client-level privacy). Each unit has a plan: the multiset of mechanisms that the run may apply to it. A post
 must stay inside the plan; comparing is counting, nothing is priced here. Posting the same request with the
-same inputs again costs nothing, which is what a resumed run does; with other inputs it is refused, since two
-different answers to one request would cancel each other's noise.
+same inputs and the same answer again costs nothing, which is what a resumed run does; anything else is refused, since
+two different answers to one request would cancel each other's noise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CREATE TABLE IF NOT EXISTS plan (
     PRIMARY KEY (unit, mechanism)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS ledger (
     unit INTEGER NOT NULL, request TEXT NOT NULL, mechanism INTEGER NOT NULL REFERENCES mechanism,
-    digest BLOB NOT NULL, PRIMARY KEY (unit, request)) WITHOUT ROWID;
+    digest BLOB NOT NULL, reply BLOB NOT NULL, PRIMARY KEY (unit, request)) WITHOUT ROWID;
 """
 
 
@@ -38,12 +38,14 @@ class Entry:
     Attributes:
         request: names what was asked, once for each unit ("round 3, ask 1").
         digest: of all inputs; the same request must come with the same inputs.
+        reply: digest of the answer; the same request must get the same answer, whatever has become of the code.
     """
 
     unit: int
     request: str
     mechanism: Mechanism
     digest: bytes
+    reply: bytes
 
 
 class Ledger:
@@ -56,11 +58,13 @@ class Ledger:
         self._plan: dict[int, Counter[int]] = {}
         for unit, mechanism, count in database.execute("SELECT unit, mechanism, count FROM plan"):
             self._plan.setdefault(unit, Counter())[mechanism] = count
-        self._posted: dict[int, dict[str, tuple[int, bytes]]] = {}
-        for unit, request, mechanism, digest in database.execute("SELECT * FROM ledger"):
-            self._posted.setdefault(unit, {})[request] = (mechanism, digest)
+        self._posted: dict[int, dict[str, tuple[int | None, bytes, bytes]]] = {}
+        query = "SELECT unit, request, mechanism, digest, reply FROM ledger"
+        for unit, request, mechanism, digest, reply in database.execute(query):
+            self._posted.setdefault(unit, {})[request] = (mechanism, digest, reply)
         self._counts = {
-            unit: Counter(mechanism for mechanism, _ in entries.values()) for unit, entries in self._posted.items()
+            unit: Counter(mechanism for mechanism, *_ in entries.values() if mechanism is not None)
+            for unit, entries in self._posted.items()
         }
 
     def set_plan(self, planned: Mapping[int, Mapping[Mechanism, int]]) -> None:
@@ -88,10 +92,12 @@ class Ledger:
             mechanism = self._ids.get(canonical(entry.mechanism))
             before = self._posted.get(entry.unit, {}).get(entry.request)
             if before is not None:
-                if before != (mechanism, entry.digest):
+                if before != (mechanism, entry.digest, entry.reply):
+                    what = "in another way" if before[:2] == (mechanism, entry.digest) else "with other inputs"
                     raise PrivacyError(
-                        f"{_unit(entry.unit)}: {entry.request} was answered before with other inputs. "
-                        "A second answer would cancel the noise of the first; it was not given."
+                        f"{_unit(entry.unit)}: {entry.request} was answered before {what}. A second, different answer "
+                        "under the same noise would give it away, so it was not given. If the code, a package or the "
+                        "machine has changed, go back to how it was, or start a new run."
                     )
                 continue
             planned = self._plan.get(entry.unit, Counter())
@@ -108,21 +114,21 @@ class Ledger:
             fresh.append((entry, mechanism))
         with self.database:
             self.database.executemany(
-                "INSERT INTO ledger VALUES (?, ?, ?, ?)",
-                [(entry.unit, entry.request, mechanism, entry.digest) for entry, mechanism in fresh],
+                "INSERT INTO ledger VALUES (?, ?, ?, ?, ?)",
+                [(entry.unit, entry.request, mechanism, entry.digest, entry.reply) for entry, mechanism in fresh],
             )
         for entry, mechanism in fresh:
-            self._posted.setdefault(entry.unit, {})[entry.request] = (mechanism, entry.digest)
+            self._posted.setdefault(entry.unit, {})[entry.request] = (mechanism, entry.digest, entry.reply)
             self._counts.setdefault(entry.unit, Counter())[mechanism] += 1
 
     def __len__(self) -> int:
         """How many entries there are, over all units."""
         return sum(len(entries) for entries in self._posted.values())
 
-    def entries(self) -> list[tuple[int, str, str, bytes]]:
-        """Every entry: unit, request, mechanism in canonical form, digest of the inputs."""
-        query = "SELECT unit, request, what, digest FROM ledger JOIN mechanism ON id = mechanism ORDER BY unit, request"
-        return list(self.database.execute(query))
+    def entries(self) -> list[tuple[int, str, str, bytes, bytes]]:
+        """Every entry: unit, request, mechanism in canonical form, digests of the inputs and of the reply."""
+        query = "SELECT unit, request, what, digest, reply FROM ledger JOIN mechanism ON id = mechanism"
+        return sorted(self.database.execute(query))
 
     def planned(self) -> dict[int, Counter[str]]:
         """The plan of each unit, mechanisms in canonical form."""

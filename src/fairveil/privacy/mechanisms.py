@@ -22,6 +22,7 @@ from dp_accounting import (
 )
 from torch import Tensor
 
+from fairveil.errors import UserError
 from fairveil.privacy.gradients import clipped_sum
 from fairveil.privacy.release import MINT, Release, Share
 from fairveil.streams import Stream
@@ -55,7 +56,7 @@ class Client(Protocol):
     def model(self) -> Model: ...
     @property
     def inputs(self) -> Mapping[str, Any]: ...
-    def stream(self, purpose: str) -> Stream: ...
+    def noise(self) -> Stream: ...
 
 
 class ClientMechanism(Mechanism, Protocol):
@@ -129,7 +130,8 @@ class NoisyTraining:
     expected_batch: float  # b; public, never the drawn size
 
     def __post_init__(self) -> None:
-        if not (0 < self.sample_rate <= 1 and self.steps >= 1 and self.clip_norm > 0 and self.noise_multiplier >= 0):
+        sampled = 0 < self.sample_rate <= 1 and self.steps >= 1
+        if not (sampled and self.clip_norm > 0 and 0 <= self.noise_multiplier < math.inf):
             raise ValueError(f"{self} makes no sense")
         noise_std(self.clip_norm, self.noise_multiplier)
 
@@ -167,7 +169,7 @@ class NoisyTraining:
             The release of "update" (p,), and diagnostics that stay in the simulation.
         """
         start, records = client.inputs["model"], client.data.train
-        learning_rate, stream = client.inputs["learning_rate"], client.stream("mechanism")
+        learning_rate, stream = client.inputs["learning_rate"], client.noise()
         weights, std = start.clone(), noise_std(self.clip_norm, self.noise_multiplier)
         drawn = clipped = not_finite = 0
         for _ in range(self.steps):
@@ -212,7 +214,7 @@ class CohortSums:
 
     def __post_init__(self) -> None:
         names = {part.name for part in self.parts}
-        bounded = all(part.bound > 0 and part.noise_multiplier >= 0 for part in self.parts)
+        bounded = all(part.bound > 0 and 0 <= part.noise_multiplier < math.inf for part in self.parts)
         if not (self.parts and len(names) == len(self.parts) and bounded and 0 < self.sample_rate <= 1):
             raise ValueError(
                 f"{self} makes no sense: parts of different names, with bounds above 0, and a rate in (0, 1]"
@@ -263,11 +265,15 @@ class CohortSums:
         """Add a share to the fixed-point sums in place, after checking its bound once more."""
         for part in self.parts:
             value = share.value[part.name]
-            if torch.linalg.vector_norm(value) > part.bound:
+            if not torch.linalg.vector_norm(value) <= part.bound:  # refuses NaN as well
                 raise TypeError(f"a share of {part.name!r} is longer than its bound {part.bound}")
             fixed = (value * self._scale(part)).trunc_()
-            if fixed.numel() and fixed.abs().max() > 2.0**FRACTION_BITS:
-                raise OverflowError(f"a share of {part.name!r} is too large for an exact sum")
+            if fixed.numel() and fixed.abs().max() > 2.0**FRACTION_BITS:  # only where there is no bound
+                raise UserError(
+                    f"a share of {part.name!r} is too large for an exact sum.",
+                    "Without a clip norm only updates up to 256 can be added up: the training has diverged.",
+                    "a smaller algorithm.learning_rate, or a finite privacy.clip_norm",
+                )
             exact[part.name] += fixed.to(torch.int64)
 
     def finish(self, exact: Mapping[str, Tensor], stream: Stream) -> dict[str, Tensor]:
@@ -283,6 +289,11 @@ class CohortSums:
 
     @staticmethod
     def _scale(part: Part) -> float:
-        """A power of two that maps the bound to FRACTION_BITS bits: scaling by it is exact."""
+        """A power of two that maps the bound to FRACTION_BITS bits: scaling by it is exact.
+
+        With a noise multiplier above 2^16 to fewer bits, so that 40 standard deviations of noise and a million
+        clients together stay within 64 bits.
+        """
         largest = part.bound if math.isfinite(part.bound) else 256.0
-        return 2.0 ** (FRACTION_BITS - math.ceil(math.log2(largest)))
+        spare = max(0, math.ceil(math.log2(part.noise_multiplier)) - 16) if part.noise_multiplier else 0
+        return 2.0 ** (FRACTION_BITS - spare - math.ceil(math.log2(largest)))

@@ -7,10 +7,12 @@ A task answers with one `Reply` per client. Its `out` says what leaves: a `Relea
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -21,6 +23,32 @@ Plain = int | float | str | bool | Tensor
 MINT = object()  # held by mechanisms; unpickling in another process does not ask for it again
 
 
+def digest_values(*many: Mapping[str, Plain], before: bytes = b"") -> bytes:
+    """A digest of named values, with their types and shapes.
+
+    Raises:
+        TypeError: a value that is neither a tensor nor plain, and so could not be told from others.
+    """
+    state = hashlib.blake2b(before, digest_size=16)
+
+    def add(data: bytes) -> None:
+        state.update(len(data).to_bytes(8, "big"))  # so that no two lists of fields run together
+        state.update(data)
+
+    for number, values in enumerate(many):
+        for name in sorted(values):
+            value = values[name]
+            if isinstance(value, Tensor):
+                add(f"{number} {name} {value.dtype} {tuple(value.shape)}".encode())
+                add(torch.atleast_1d(value.detach()).contiguous().numpy().tobytes())
+            elif isinstance(value, int | float | str | bool):
+                text = value.hex() if isinstance(value, float) else repr(value)
+                add(f"{number} {name} {type(value).__name__} {text}".encode())
+            else:
+                raise TypeError(f"{name!r} is a {type(value).__name__}: tensors and plain values only")
+    return state.digest()
+
+
 @dataclass(frozen=True)
 class Release:
     """Values noised at the client by `mechanism`, which says what they cost."""
@@ -28,6 +56,7 @@ class Release:
     value: Mapping[str, Plain]
     mechanism: ClientMechanism
     mint: InitVar[object] = None
+    digest: bytes = field(init=False)  # of the values as they were minted
 
     def __post_init__(self, mint: object) -> None:
         if mint is not MINT:
@@ -35,6 +64,7 @@ class Release:
                 "a Release is minted by a mechanism, which adds the noise and owns the price: "
                 "return mechanism.release(...), never Release(...) of your own"
             )
+        object.__setattr__(self, "digest", digest_values(self.value))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class ReleaseKind:
     kind: str
     what: str  # one application in words; for the smallest and the largest unit where they differ
     planned_per_unit: tuple[int, int]  # fewest and most over units
-    posted_per_unit: tuple[int, int]
+    posted_per_unit: tuple[int, int] | None  # None in a plan
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Statement:
     units: int  # how many ledgers: clients, or 1 for the federation
     adjacency: str
     epsilon: float  # the plan's, the largest over units: what is guaranteed
-    epsilon_spent: float  # by what was posted, the largest over units
+    epsilon_spent: float | None  # by what was posted, the largest over units; None in a plan
     delta: float
     accountant: str
     accountant_version: str
@@ -71,7 +71,8 @@ class Statement:
     def to_json(self) -> dict[str, Any]:
         """Plain values; an infinite epsilon is the string "infinity"."""
         plain = asdict(self)
-        plain["epsilon"], plain["epsilon_spent"] = json_number(self.epsilon), json_number(self.epsilon_spent)
+        plain["epsilon"] = json_number(self.epsilon)
+        plain["epsilon_spent"] = None if self.epsilon_spent is None else json_number(self.epsilon_spent)
         return plain | {"sentence": self.sentence()}
 
     def _guarantee(self) -> str:
@@ -99,9 +100,9 @@ def make_statement(
     *,
     unit: Literal["record", "client"],
     price: Price,
-    spent: float,
+    spent: float | None,
     planned: Sequence[Mapping[Mechanism, int]],
-    posted: Sequence[Mapping[Mechanism, int]],
+    posted: Sequence[Mapping[Mechanism, int]] | None,
     trust: str,
     public: Mapping[str, str],
     complete: bool,
@@ -110,7 +111,7 @@ def make_statement(
 
     Args:
         price: of the plan, the largest over units.
-        spent: epsilon of what was posted, the largest over units.
+        spent: epsilon of what was posted, the largest over units; None before anything could be.
         planned, posted: by unit, in the same order, the smallest unit first.
     """
     kinds = sorted({mechanism.kind for releases in planned for mechanism in releases})
@@ -133,7 +134,7 @@ def make_statement(
 
 
 def _kind(
-    kind: str, planned: Sequence[Mapping[Mechanism, int]], posted: Sequence[Mapping[Mechanism, int]]
+    kind: str, planned: Sequence[Mapping[Mechanism, int]], posted: Sequence[Mapping[Mechanism, int]] | None
 ) -> ReleaseKind:
     def counts(by_unit: Sequence[Mapping[Mechanism, int]]) -> tuple[int, int]:
         totals = [sum(n for m, n in releases.items() if m.kind == kind) for releases in by_unit]
@@ -141,7 +142,7 @@ def _kind(
 
     texts = [text for releases in planned if (text := _in_words(kind, releases))]
     what = texts[0] if texts[0] == texts[-1] else f"{texts[0]} (the smallest) to {texts[-1]} (the largest)"
-    return ReleaseKind(kind, what, counts(planned), counts(posted))
+    return ReleaseKind(kind, what, counts(planned), None if posted is None else counts(posted))
 
 
 def _in_words(kind: str, releases: Mapping[Mechanism, int]) -> str:
