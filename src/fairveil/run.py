@@ -136,9 +136,10 @@ def _carry_out(plan: Plan, store: Store, progress: Progress | None) -> RunResult
             drive(plan, store, progress)
             return _finish(plan, store)
     except KeyboardInterrupt:
-        if not store.units():
+        if not (store.folder / "config.toml").exists():
             raise Interrupted("Stopped before anything was planned; nothing was released.") from None
-        _state(plan, store, complete=False)
+        if store.units():
+            _state(plan, store, complete=False)
         checkpoint = store.latest()
         raise Interrupted(
             f"Stopped after round {checkpoint.round if checkpoint else 0} of {plan.algorithm.rounds}; everything up to "
