@@ -18,10 +18,10 @@ from fairveil.config import make_config
 from fairveil.contract import differ, outcome
 from fairveil.errors import PrivacyError, UserError
 from fairveil.models import Model
-from fairveil.plan import Schedule, make_plan
+from fairveil.plan import Plan, Schedule, make_plan
 from fairveil.privacy.accounting import price
 from fairveil.privacy.ledger import FEDERATION
-from fairveil.run import RoundReport, begin, drive, resume_run, run_plan
+from fairveil.run import Interrupted, RoundReport, begin, drive, resume_run, run_plan
 from fairveil.store import Store
 
 CLIENT_LEVEL = {"name": "dp-fedavg", "rounds": 4, "sample_rate": 0.5}
@@ -266,31 +266,46 @@ def test_two_budgets_share_no_noise(small: dict[str, Any], runs: Path) -> None:
     assert (solved - models[0.0]).std() > size
 
 
-def test_changed_inputs_are_refused(small: dict[str, Any], runs: Path) -> None:
-    """Half a run, then another learning rate: the ledger knows the inputs of every request."""
+@pytest.fixture
+def without_checkpoints(small: dict[str, Any], runs: Path) -> Plan:
+    """A run in `runs` whose rounds are posted, but none of them saved: all will be asked again."""
     plan = make_plan(make_config(small))
     with Store(runs) as store:
         begin(plan, store)
         drive(plan, store)
-        for checkpoint in (runs / "checkpoints").iterdir():
-            checkpoint.unlink()
+    for checkpoint in (runs / "checkpoints").iterdir():
+        checkpoint.unlink()
+    return plan
+
+
+def test_changed_inputs_are_refused(without_checkpoints: Plan, small: dict[str, Any], runs: Path) -> None:
+    """Another learning rate: the ledger knows the inputs of every request."""
     other = make_config(small | {"algorithm": small["algorithm"] | {"learning_rate": 0.7}})
     with Store(runs) as store, pytest.raises(PrivacyError, match="answered before with other inputs"):
         drive(make_plan(other), store)
 
 
-def test_changed_code_is_refused(small: dict[str, Any], runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a run, then a model that computes another loss: same request, same inputs, another answer."""
-    plan = make_plan(make_config(small))
-    with Store(runs) as store:
-        begin(plan, store)
-        drive(plan, store)
-        for checkpoint in (runs / "checkpoints").iterdir():
-            checkpoint.unlink()
+def test_changed_code_is_refused(without_checkpoints: Plan, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that computes another loss: same request, same inputs, another answer."""
     losses = Model.losses
     monkeypatch.setattr(Model, "losses", lambda *arguments: 0.9 * losses(*arguments))
     with Store(runs) as store, pytest.raises(PrivacyError, match="answered before in another way"):
-        drive(plan, store)
+        drive(without_checkpoints, store)
+
+
+def test_the_statement_of_a_stopped_run_says_what_was_spent(small: dict[str, Any], runs: Path) -> None:
+    def stop(report: RoundReport) -> None:
+        if report.round == 2:
+            raise KeyboardInterrupt
+
+    plan = make_plan(make_config(small))
+    with pytest.raises(Interrupted, match="Stopped after round 2 of 4"):
+        run_plan(plan, runs=runs, progress=stop)
+    (folder,) = runs.iterdir()
+    saved = json.loads((folder / "statement.json").read_text())
+    events = Schedule(records=287, batch=64, rounds=2).events(plan.units[0].noise_multiplier)
+    assert saved["complete"] is False and saved["releases"][0]["posted_per_unit"] == [2, 2]
+    assert saved["epsilon_spent"] == price(events, 1e-3).epsilon < saved["epsilon"]
 
 
 def test_diverging_training_is_said(small: dict[str, Any], runs: Path) -> None:
