@@ -37,7 +37,7 @@ def main() -> None:
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        "One model for all leaves the minority behind; a model for each cluster serves it nearly as well as the others.\n"
+        "One model for all leaves the minority behind; a model for each cluster serves it nearly as well as others.\n"
         "`oracle` was told the clusters: a reference for algorithms that have to find them."
     )
 

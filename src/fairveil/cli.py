@@ -118,7 +118,7 @@ def run(
             else:
                 result = run_plan(make_plan(load_config(config, settings or ())), runs=runs, progress=bar.show)
     except (Interrupted, KeyboardInterrupt) as stopped:
-        err.print(str(stopped) or "Stopped while planning; nothing was released.", markup=False, soft_wrap=True)
+        err.print(str(stopped) or "Stopped. `fairveil list runs` shows what was begun.", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
     if as_json:
         _print_json(result.to_json())

@@ -190,7 +190,8 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> None:
             plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=config.seed,
             root=plan.root, personal=personal, observe=observe, public_tasks=algorithm.public_tasks,
         )  # fmt: skip
-        state, gauge, done = algorithm.start(session), _Gauge(plan, store), 0
+        state, done = algorithm.start(session), 0
+        gauge = _Gauge(plan, store) if progress else None
         if checkpoint is not None:
             done, state = checkpoint.round, type(state)(**checkpoint.state)
         for number in range(done + 1, algorithm.rounds + 1):
@@ -203,7 +204,7 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> None:
                 scores += _evaluate(plan, engine, number, state, personal)
             store.finish_round(number, time.perf_counter() - started, scores, state, personal)
             scores.clear()
-            if progress:
+            if progress and gauge:
                 progress(gauge.report(number, _summaries(plan, store)[1] if evaluated else None))
         _save_models(plan, store, state)
 
