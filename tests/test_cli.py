@@ -79,7 +79,7 @@ ACCOUNT = ("account", "--records", "2286", "--batch", "32", "--rounds", "200", "
 
 @pytest.mark.parametrize(
     ("options", "noise"),
-    [  # the specification's table, from an independent computation
+    [  # reference figures, from an independent computation
         (("--epsilon", "5", "--accountant", "rdp"), 1.7889),
         (("--epsilon", "5", "--accountant", "pld"), 1.6732),
         (("--epsilon", "2"), 3.4571),

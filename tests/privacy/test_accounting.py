@@ -1,4 +1,4 @@
-"""Prices and calibrations against closed forms, numerical integrals, brute force, Opacus, and the specification."""
+"""Prices and calibrations against closed forms, numerical integrals, brute force, Opacus, and reference figures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sampled(q: float, z: float) -> PoissonSampledDpEvent:
 
 
 def training(size: int, factor: float = 1.0) -> Callable[[float], dict[dpa.DpEvent, int]]:
-    """200 rounds, the first with the full batch and noise factor*z, then batches of 32 (performance.md)."""
+    """200 rounds, the first with the full batch and noise factor*z, then batches of 32."""
     steps = 199 * math.ceil(size / 32)
     return lambda z: {GaussianDpEvent(factor * z): 1, sampled(min(1.0, 32 / size), z): steps}
 
@@ -104,14 +104,14 @@ def bracket(parts: list[tuple[Loss, int]], delta: float, h: float) -> tuple[floa
     return epsilon(0), epsilon(sum(times for *_, times in pieces))
 
 
-# ------------------------------------------------------------------------------------- the specification
+# ---------------------------------------------------------------------------------- reference figures
 
 
 @pytest.mark.parametrize(
     ("size", "epsilon", "by_rdp", "by_pld"),
     [(6600, 5, 1.3104, 1.2317), (2286, 2, 3.7539, 3.4571), (2286, 5, 1.7889, 1.6732), (2286, 10, 1.1259, 1.0721)],
 )
-def test_table_of_performance_md(size: int, epsilon: float, by_rdp: float, by_pld: float) -> None:
+def test_reference_table(size: int, epsilon: float, by_rdp: float, by_pld: float) -> None:
     assert calibrate(training(size), epsilon, 1e-4, accountant="rdp") == pytest.approx(by_rdp, rel=5e-3)
     assert calibrate(training(size), epsilon, 1e-4, accountant="pld") == pytest.approx(by_pld, rel=5e-3)
 
@@ -142,7 +142,7 @@ def test_votes_of_algorithms_md_section_c(
 
 
 def test_one_draw_is_one_event() -> None:
-    # algorithms.md section 0 (rdp, delta 1e-5) and architecture.md (pld, delta 1e-6): separate events under-count.
+    # Reference figures by RDP (delta 1e-5) and PLD (delta 1e-6): separate events under-count.
     both = dpa.ComposedDpEvent((GaussianDpEvent(1.0), GaussianDpEvent(4.0)))
     one = price({PoissonSampledDpEvent(0.1, both): 200}, 1e-5, accountant="rdp")
     two = price({sampled(0.1, 1.0): 200, sampled(0.1, 4.0): 200}, 1e-5, accountant="rdp")
@@ -383,7 +383,7 @@ def test_more_is_dearer(adjacency: accounting.Adjacency) -> None:
 
 def test_replace_needs_about_twice_the_noise() -> None:
     ratio = calibrate(training(2286), 5, 1e-4, adjacency="replace") / calibrate(training(2286), 5, 1e-4)
-    assert 1.8 < ratio < 1.9  # performance.md
+    assert 1.8 < ratio < 1.9  # reference figure for this schedule
     assert price({sampled(0.1, 1.0): 10}, 1e-5, adjacency="replace").accountant == "pld"
 
 
