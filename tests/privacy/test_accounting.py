@@ -155,7 +155,7 @@ def test_one_draw_is_one_event() -> None:
 
 def test_fair_clipping_as_published_is_hardly_private() -> None:
     assert price({sampled(0.1, 1.0): 1000}, 1e-3, accountant="rdp").epsilon == pytest.approx(22.6, abs=0.05)
-    # q = 1, 800 rounds. The often quoted 612 is what the order 1.5 gives; the exact value is lower.
+    # q = 1, 800 rounds. RDP at order 1.5 alone would give 612; the exact value is lower.
     found = price({GaussianDpEvent(1.0): 800}, 1e-3)
     assert found.epsilon == pytest.approx(gaussian_epsilon(math.sqrt(800), 1e-3), rel=1e-4)
     assert found.epsilon < 612
