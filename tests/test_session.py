@@ -85,7 +85,7 @@ def answer(members: Sequence[Member]) -> list[Reply]:
 
 
 def echo(members: Sequence[Member]) -> list[Reply]:
-    return [Reply(Public(dict(member.inputs), "from released values")) for member in members]
+    return [Reply(Public(dict(member.inputs))) for member in members]
 
 
 def cheaper(members: Sequence[Member]) -> list[Reply]:
@@ -173,7 +173,7 @@ def test_kept_and_public_cost_nothing(make: Callable[..., Session]) -> None:
     session = make()
     kept = session.ask(answering(Reply(Kept(), keep={"w": torch.ones(2)})), FACTS.clients)
     assert kept == [{}, {}, {}] and torch.equal(PERSONAL[1]["w"], torch.ones(2))
-    public = session.ask(answering(Public({"size": 4}, "declared fact")), FACTS.clients)
+    public = session.ask(answering(Public({"size": 4})), FACTS.clients)
     assert public == [{"size": 4}] * 3 and session._ledger.entries() == []
 
 
@@ -187,8 +187,8 @@ def test_public_values_come_only_from_tasks_that_the_algorithm_names(make: Calla
 @pytest.mark.parametrize(
     "answers",
     [
-        (Kept(), Public({"a": 1}, "declared fact"), Kept()),
-        (Public({"a": 1}, "declared fact"), Public({"b": 1}, "declared fact"), Public({"a": 1}, "declared fact")),
+        (Kept(), Public({"a": 1}), Kept()),
+        (Public({"a": 1}), Public({"b": 1}), Public({"a": 1})),
     ],
 )
 def test_who_answers_is_itself_a_message(make: Callable[..., Session], answers: tuple[Any, ...]) -> None:
@@ -269,7 +269,7 @@ def test_a_sum_is_one_event_whoever_was_drawn(make: Callable[..., Session]) -> N
 def test_an_empty_cohort_is_noise_alone_and_is_posted(make: Callable[..., Session]) -> None:
     session = make()
     cohort = session.cohort(0.5)
-    session._drawn[cohort.draw] = np.array([], dtype=int)
+    session._drawn[cohort] = np.array([], dtype=int)
     noisy = session.sum(bounded_update, cohort, sums(0.5), shared=PLAIN)
     assert noisy["update"].abs().min() > 0 and len(session._ledger.entries()) == 1
 
@@ -297,8 +297,10 @@ def test_a_cohort_made_by_hand_or_of_an_earlier_round_is_refused(make: Callable[
     """What is not a random draw of this round would be claimed amplification for nothing."""
     session = make()
     drawn = session.cohort(0.5)
-    with pytest.raises(TypeError, match="this session drew"):
-        session.sum(bounded_update, Cohort(0.5, "mine"), sums(0.5), shared=PLAIN)
+    everyone = session.cohort(1.0)
+    for cohort, rate in ((Cohort(0.5, "mine"), 0.5), (replace(everyone, sample_rate=0.5), 0.5)):
+        with pytest.raises(TypeError, match="this session drew"):  # the second: drawn at 1, to be priced at 0.5
+            session.sum(bounded_update, cohort, sums(rate), shared=PLAIN)
     session.begin(2)
     with pytest.raises(TypeError, match="in this round"):
         session.sum(bounded_update, drawn, sums(0.5), shared=PLAIN)
@@ -314,7 +316,7 @@ def test_a_cohort_is_priced_at_the_rate_it_was_drawn_at(make: Callable[..., Sess
 def test_only_shares_of_this_mechanism_are_summed(make: Callable[..., Session]) -> None:
     session = make()
     foreign, _ = sums(0.5).share({"update": torch.ones(6)})
-    for leak in (Kept(), Public({"update": torch.ones(6)}, "declared fact"), foreign, torch.ones(6)):
+    for leak in (Kept(), Public({"update": torch.ones(6)}), foreign, torch.ones(6)):
         with pytest.raises(TypeError, match="has no price"):
             session.sum(answering(leak), session.cohort(1.0), sums(), shared=PLAIN)
     assert session._ledger.entries() == []

@@ -276,11 +276,12 @@ class _Gauge:
     def __init__(self, plan: Plan, store: Store) -> None:
         self.plan, self.store = plan, store
         mechanisms = {canonical(m): m for releases in plan.releases.values() for m in releases}
-        self.curves = {what: rdp_curve(mechanism.event) for what, mechanism in mechanisms.items()}
+        known = plan.config.privacy.adjacency == "add-remove"
+        self.curves = {what: rdp_curve(mechanism.event) for what, mechanism in mechanisms.items() if known}
 
     def report(self, number: int, summary: Summary | None) -> RoundReport:
         privacy, spent = self.plan.config.privacy, self.plan.price.epsilon
-        if privacy.adjacency == "add-remove":
+        if self.curves:
             posted = {frozenset(counts.items()) for counts in self.store.ledger.posted().values()}
             curves = [np.sum([n * self.curves[what] for what, n in counts], axis=0) for counts in posted]
             spent = min(spent, max((rdp_epsilon(curve, privacy.delta) for curve in curves), default=0.0))

@@ -170,7 +170,7 @@ class Session:
         self._engine, self._ledger, self._observe, self._personal = engine, ledger, observe, personal
         self._seed, self._root, self._public_tasks = seed, root, public_tasks
         self._round = self._asked = 0
-        self._drawn: dict[str, np.ndarray] = {}  # the draws of this round that have not been summed yet
+        self._drawn: dict[Cohort, np.ndarray] = {}  # who is in the cohorts of this round that are not yet summed
 
     @property
     def round(self) -> int:
@@ -201,9 +201,9 @@ class Session:
 
     def cohort(self, sample_rate: float) -> Cohort:
         """Draw every client independently with probability `sample_rate`: a new draw at each call."""
-        draw = self._next("cohort")
-        self._drawn[draw] = Stream(self._root, draw).coins(len(self.facts.size), sample_rate).numpy()
-        return Cohort(sample_rate, draw)
+        cohort = Cohort(sample_rate, self._next("cohort"))
+        self._drawn[cohort] = Stream(self._root, cohort.draw).coins(len(self.facts.size), sample_rate).numpy()
+        return cohort
 
     def ask(
         self,
@@ -256,14 +256,14 @@ class Session:
             TypeError: a client answered with something else than a share of this mechanism; a draw summed twice.
             PrivacyError: not planned. No value becomes visible.
         """
-        if cohort.draw not in self._drawn:
+        if cohort not in self._drawn:
             raise TypeError(
                 "only a cohort that this session drew in this round can be summed, and only once: the price is that of "
                 "a random draw; put all that is needed of one draw into one CohortSums"
             )
         if cohort.sample_rate != mechanism.sample_rate:
             raise TypeError(f"cohort drawn at {cohort.sample_rate}, mechanism priced at {mechanism.sample_rate}")
-        clients = self._drawn.pop(cohort.draw)
+        clients = self._drawn.pop(cohort)
         job = self._job("sum", task, clients, [mechanism] * len(clients), shared or {}, {})
         exact, replies = mechanism.zero(), {}
         for client, reply in self._engine.run(job):  # in any order: the sum is exact

@@ -59,7 +59,7 @@ def draw(members: Sequence[Member]) -> list[Reply]:
         gradient = member.model.gradient(start + noise, member.data.train.x[coins], member.data.train.y[coins])
         replies.append(
             Reply(
-                Public({"gradient": gradient, "drawn": len(coins)}, "declared fact"),
+                Public({"gradient": gradient, "drawn": len(coins)}),
                 keep={"model": start + noise, "scalar": torch.tensor(1.5), "rows": torch.zeros(2, 3).t()},
                 diagnostics={"norm": float(gradient.norm())},
             )
@@ -107,7 +107,7 @@ class Twisted(Exception):
 
 def unsendable(members: Sequence[Member]) -> list[Reply]:
     """Answer with something that pickle cannot carry."""
-    return [Reply(Public({"f": lambda: 1}, "declared fact")) for _ in members]  # type: ignore[dict-item]
+    return [Reply(Public({"f": lambda: 1})) for _ in members]  # type: ignore[dict-item]
 
 
 def too_few(members: Sequence[Member]) -> list[Reply]:
@@ -139,12 +139,12 @@ def fail_early(members: Sequence[Member]) -> list[Reply]:
     if any(member.inputs["client"] % 2 == 0 for member in members):  # type: ignore[operator]
         raise ValueError("an even client")
     time.sleep(0.2)
-    return [Reply(Public({"from": "the first job"}, "declared fact")) for _ in members]
+    return [Reply(Public({"from": "the first job"})) for _ in members]
 
 
 def second(members: Sequence[Member]) -> list[Reply]:
     """Answer who was asked in which job."""
-    return [Reply(Public({"from": "the second job"}, "declared fact")) for _ in members]
+    return [Reply(Public({"from": "the second job"})) for _ in members]
 
 
 def die(members: Sequence[Member]) -> list[Reply]:
@@ -367,3 +367,38 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+# ---- what a task may not touch ---------------------------------------------------------------------
+
+
+def write_input(members: Sequence[Member]) -> list[Reply]:
+    """The careless step: the shared model itself is moved, by each client's own gradient."""
+    for member in members:
+        train = member.data.train
+        start = member.inputs["start"]
+        start -= member.model.gradient(start, train.x, train.y)
+    return [Reply(Kept()) for _ in members]
+
+
+def write_records(members: Sequence[Member]) -> list[Reply]:
+    """Centring in place: from then on every gradient depends on every record."""
+    for member in members:
+        member.data.train.x.sub_(member.data.train.x.mean(dim=0))
+    return [Reply(Kept()) for _ in members]
+
+
+def write_personal(members: Sequence[Member]) -> list[Reply]:
+    for member in members:
+        member.personal["kept"].add_(1)
+    return [Reply(Kept()) for _ in members]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("task", [write_input, write_records, write_personal])
+def test_nothing_is_written_in_place(task: Any, workers: int) -> None:
+    own = build_federation("digits", {}, {"kind": "iid", "clients": CLIENTS}, seed=0)  # its records are spoilt here
+    calls = [Call(client, personal={"kept": torch.zeros(3)}) for client in range(CLIENTS)]
+    asked = Job(task, "round 1, ask 1", {"start": torch.zeros(650)}, calls)
+    with engine(own, workers) as running, pytest.raises(TypeError, match="in place"):
+        list(running.run(asked))

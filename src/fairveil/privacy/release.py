@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -85,10 +85,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Public:
-    """Values that cost nothing, with the reason why."""
+    """Values that cost nothing: declared facts, or functions of released values.
+
+    The algorithm names the task that sends them in its `public_tasks`, with the reason; the statement repeats it.
+    """
 
     value: Mapping[str, Plain]
-    reason: Literal["declared fact", "from released values"]
 
 
 @dataclass(frozen=True)
