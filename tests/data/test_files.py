@@ -271,10 +271,18 @@ def test_too_few_clients_or_records(table: pd.DataFrame, tmp_path: Path) -> None
     error = fails(write(table, tmp_path / "t.csv"), client="note")
     assert error.what == 'data.options.client = "note" names one client only, "text".'
     assert "at least two" in error.why
-    table.loc[0, "client"] = "zug"
+    table["client"] = [f"client {row}" for row in range(len(table))]
     error = fails(write(table, tmp_path / "u.csv"))
-    assert error.what == 'data.options.client = "client": client "zug" has 1 record.'
-    assert "1 of 4 clients" in error.why and "test split" in error.why and "leave out" in error.fix
+    assert error.what == 'data.options.client = "client": every client has 1 record only.'
+    assert "nobody could be tested" in error.why
+
+
+def test_a_client_with_one_record_trains_on_it_and_is_tested_on_none(table: pd.DataFrame, tmp_path: Path) -> None:
+    table.loc[0, "client"] = "zug"
+    federation = File(path=write(table, tmp_path / "t.csv")).load(0)
+    alone = federation.load(federation.names.index("zug"))
+    assert (len(alone.train), len(alone.test)) == (1, 0)
+    assert federation.size.sum() + sum(len(federation.load(i).test) for i in range(4)) == len(table)
 
 
 def test_a_client_in_two_groups(table: pd.DataFrame, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Digits(Dataset):
         rows = Records(images, torch.from_numpy(y.astype(np.int64)))
         shuffled = Stream("digits", "held out").numpy.permutation(len(rows))
         test = len(rows) // 5
-        return Pool("digits", rows.take(shuffled[test:]), rows.take(shuffled[:test]), classes=10)
+        return Pool("digits", rows.take(shuffled[test:]), rows.take(shuffled[:test]), 10, record="one image")
 
 
 DATASETS: dict[str, type[Dataset]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -76,6 +76,11 @@ class Federation:
         classes: number of labels; 0 for regression.
         source: loads a client.
         fingerprint: sha256 of the data and of how they were cut.
+        names: of the clients; empty: they are known by their numbers.
+        record: what one record is, in the words of the statement.
+        public: what was taken as public in making it, and why.
+        holders: the most clients that hold one and the same original record. Above 1 clients overlap, and a
+            record is protected by what all its holders release together.
     """
 
     name: str
@@ -86,6 +91,10 @@ class Federation:
     classes: int
     source: Source
     fingerprint: str
+    names: tuple[str, ...] = ()
+    record: str = "one row of the data"
+    public: Mapping[str, str] = field(default_factory=dict)
+    holders: int = 1
 
     def __post_init__(self) -> None:
         for column, at_least in (("size", 1), ("group", 0)):
@@ -101,6 +110,10 @@ class Federation:
             raise ValueError(f"group {self.group.max()} has no name among {self.groups}")
         if self.classes < 0 or self.classes == 1:
             raise ValueError(f"classes must be 0 (regression) or at least 2, not {self.classes}")
+        if self.names and len(self.names) != len(self.size):
+            raise ValueError(f"{len(self.size)} clients, but {len(self.names)} names")
+        if not 1 <= self.holders <= len(self.size):
+            raise ValueError(f"a record cannot be held by {self.holders} of {len(self.size)} clients")
 
     @property
     def clients(self) -> int:
@@ -126,12 +139,16 @@ class Pool:
         train: rows to be shared out.
         test: held out; every client is tested on all of it, under its own shift.
         classes: number of labels; 0 for regression.
+        record: what one record is, in the words of the statement.
+        public: what was taken as public in making the rows, and why.
     """
 
     name: str
     train: Records
     test: Records
     classes: int
+    record: str = "one row of the data"
+    public: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def features(self) -> tuple[int, ...]:

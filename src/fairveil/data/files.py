@@ -13,12 +13,10 @@ import torch
 from pydantic import Field
 
 from fairveil.data.federation import Dataset, Federation, Records
-from fairveil.data.partition import Columns, Shares, held_out
-from fairveil.data.shifts import Shift
+from fairveil.data.partition import owned
 from fairveil.data.tables import numeric, pick, read_columns
 from fairveil.errors import UserError
 from fairveil.options import shown
-from fairveil.streams import Stream
 
 if TYPE_CHECKING:
     from fairveil.data.tables import Column
@@ -38,7 +36,8 @@ class File(Dataset):
         features: columns to predict it from; None: all other numeric ones with a name.
         group: column with one value for each client, for fairness between groups.
         task: whether the target is a label or a number.
-        test_fraction: share of each client's records kept for testing, at least one record.
+        test_fraction: share of each client's records kept for testing, at least one record. A client that has one
+            record trains on it and is not scored.
     """
 
     path: Path = Field(examples=["records.csv"])
@@ -59,18 +58,12 @@ class File(Dataset):
         x = self._features(columns)
         y, classes = self._targets(columns)
         client, names = self._codes(columns, "client", self.client)
-        counts = self._counts(client, names)
+        self._check_clients(client, names)
         group, groups = self._groups(columns, client, names)
-        train, test = [], []
-        by_client = np.split(np.argsort(client, kind="stable"), np.cumsum(counts)[:-1])
-        for number, held in enumerate(held_out(counts, self.test_fraction)):
-            shuffled = Stream(seed, "file", "held out", number).numpy.permutation(by_client[number])
-            test.append(np.sort(shuffled[:held]))
-            train.append(np.sort(shuffled[held:]))
-        records = Records(torch.from_numpy(x), torch.from_numpy(y))
-        shifts = (Shift(),) * len(groups)
-        source = Columns(records, Shares.of(train), records, Shares.of(test), group, shifts, classes)
-        return source.federation(self.path.name, groups)
+        return owned(
+            self.path.name, Records(torch.from_numpy(x), torch.from_numpy(y)), client, classes=classes,
+            test_fraction=self.test_fraction, seed=seed, group=group, groups=groups, names=tuple(names),
+        )  # fmt: skip
 
     def _features(self, columns: dict[str, Column]) -> np.ndarray:
         """(n, *features) float32, all finite."""
@@ -189,24 +182,19 @@ class File(Dataset):
                 f"fill in the column {shown(name)}, or leave out those rows",
             )
 
-    def _counts(self, client: np.ndarray, names: list[str]) -> np.ndarray:
-        """(clients,) number of records, enough for training and testing."""
-        counts = np.bincount(client, minlength=len(names))
+    def _check_clients(self, client: np.ndarray, names: list[str]) -> None:
         if len(names) < 2:
             raise UserError(
                 f"data.options.client = {shown(self.client)} names one client only, {shown(names[0])}.",
                 "A federation needs at least two; with one there is nobody to learn together with.",
                 "data.options.client = a column with at least two values",
             )
-        if counts.min() < 2:
-            few = np.flatnonzero(counts < 2)
+        if np.bincount(client).max() < 2:
             raise UserError(
-                f"data.options.client = {shown(self.client)}: client {shown(names[few[0]])} has 1 record.",
-                f"{len(few):,} of {len(names):,} clients have fewer than 2 records. One is needed to train\n"
-                "and one to test: nothing would be left after the test split.",
-                "leave out these clients, or join them to others",
+                f"data.options.client = {shown(self.client)}: every client has 1 record only.",
+                "It is needed for training, so that nobody could be tested.",
+                "data.options.client = a column whose values come more than once",
             )
-        return counts
 
     def _groups(
         self, columns: dict[str, Column], client: np.ndarray, names: list[str]

@@ -79,19 +79,46 @@ class Columns:
     def _shifted(self, records: Records, group: int) -> Records:
         return Records(*self.shifts[group].apply(records.x, records.y, self.classes))
 
-    def federation(self, name: str, groups: tuple[str, ...]) -> Federation:
-        """The federation of these clients, fingerprinted by data, shares and shifts."""
+    def federation(self, name: str, groups: tuple[str, ...], **more: Any) -> Federation:
+        """The federation of these clients, fingerprinted by data, shares and shifts; `more` as in Federation."""
         held = (self.held.rows, self.held.start) if self.held is not None else ("common test set",)
         shifts = [part for shift in self.shifts for part in (float(shift.degrees), shift.offset)]
         data = (self.train.x, self.train.y, self.test.x, self.test.y, self.classes)
         mark = fingerprint(*data, self.share.rows, self.share.start, *held, self.group, *groups, *shifts)
         features = tuple(self.train.x.shape[1:])
-        return Federation(name, self.share.size, self.group, groups, features, self.classes, self, mark)
+        return Federation(name, self.share.size, self.group, groups, features, self.classes, self, mark, **more)
 
 
 def held_out(held: np.ndarray, fraction: float) -> np.ndarray:
-    """(clients,) how many of each client's records are for testing; at least one stays on each side."""
-    return np.clip(np.rint(held * fraction), 1, held - 1).astype(np.int64)
+    """(clients,) how many of each client's records are for testing; at least one stays on each side.
+
+    Who has a single record trains on it, and is tested on none.
+    """
+    return np.clip(np.rint(held * fraction), np.minimum(1, held - 1), held - 1).astype(np.int64)
+
+
+def owned(
+    name: str, records: Records, client: np.ndarray, *, classes: int, test_fraction: float, seed: int,
+    group: np.ndarray | None = None, groups: tuple[str, ...] = ("all",), **more: Any,
+) -> Federation:  # fmt: skip
+    """The federation of records that have an owner; each client keeps a random share of its own for testing.
+
+    Args:
+        client: (records,) who holds each, from 0 on without a gap.
+        group: (clients,) index into `groups`; None: all in one.
+        more: as in Federation.
+    """
+    counts = np.bincount(client)
+    train, test = [], []
+    by_client = np.split(np.argsort(client, kind="stable"), np.cumsum(counts)[:-1])
+    for number, held in enumerate(held_out(counts, test_fraction)):
+        shuffled = Stream(seed, "held out", number).numpy.permutation(by_client[number])
+        test.append(np.sort(shuffled[:held]))
+        train.append(np.sort(shuffled[held:]))
+    group = np.zeros(len(counts), dtype=np.int64) if group is None else group
+    shifts = (Shift(),) * len(groups)
+    source = Columns(records, Shares.of(train), records, Shares.of(test), group, shifts, classes)
+    return source.federation(name, groups, **more)
 
 
 class Split(BaseModel, ABC):
@@ -151,7 +178,7 @@ class Cut(Split):
         share = Shares.of(np.array_split(shuffled, sum(clients)))
         group = np.repeat(np.arange(len(names)), clients)
         source = Columns(data.train, share, data.test, None, group, tuple(shifts), data.classes)
-        return source.federation(data.name, tuple(names))
+        return source.federation(data.name, tuple(names), record=data.record, public=data.public)
 
 
 class Iid(Cut):
