@@ -75,7 +75,7 @@ def test_one_process_holds_a_folder(tmp_path: Path) -> None:
 
 def test_metrics_are_one_long_table_and_a_round_run_again_replaces_its_rows(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
-        store.save_units([], ["north", "south"], {"data": "abc"})
+        store.save_units([], [("a", "north"), ("b", "south")], {"data": "abc"})
         rows = [Score(1, c, "test", "served", "accuracy", 0.5 + c / 10, cluster=c, n=50) for c in (0, 1)]
         for _ in range(2):
             store.finish_round(1, 0.25, rows, STATE, {})

@@ -286,10 +286,12 @@ def print_result(result: Any) -> None:
     for group, value in summary.by_group.items():
         table.add_row(group + ("  (worst)" if group == summary.worst_group else ""), f"{value:.3f}")
     table.add_section()
-    table.add_row("mean over clients", f"{summary.mean:.3f}")
+    table.add_row(f"mean over {summary.clients:,} clients", f"{summary.mean:.3f}")
     table.add_row("worst client", f"{summary.worst:.3f}")
     table.add_row("largest gap between clients", f"{summary.disparity:.3f}")
     out.print(table)
+    if summary.clients < result.clients:
+        out.print(f"{result.clients - summary.clients:,} clients have no test records and are not scored.")
     out.print(f"Worst group: {summary.worst_group} ({metric} {summary.by_group[summary.worst_group]:.3f})")
     out.print(f"Run folder: {result.folder}", soft_wrap=True)
 

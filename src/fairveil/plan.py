@@ -71,6 +71,11 @@ class Plan:
         return protected_units(self.algorithm, self.facts)
 
     @property
+    def holders(self) -> int:
+        """How many clients' releases tell of one protected unit."""
+        return unit_holders(self.algorithm, self.federation)
+
+    @property
     def price(self) -> Price:
         """The guarantee: the largest price over protected units."""
         worst = max(self.units, key=lambda unit: unit.epsilon)
@@ -84,7 +89,7 @@ class Plan:
             unit: Counter({by_name[what]: count for what, count in counts.items()})
             for unit, counts in ledger.posted().items()
         }
-        prices = _prices(posted.values(), self.config.privacy)
+        prices = _prices(posted.values(), self.config.privacy, self.holders)
         return posted, max((found.epsilon for found in prices), default=0.0)
 
     def statement(
@@ -98,12 +103,15 @@ class Plan:
         public = {
             "client sizes": SIZES_PUBLIC[self.config.data.sizes],
             "number and groups of clients, shape of a record, classes": "read from the data, taken as declared",
+            **self.federation.public,
             "hyper-parameters and clip norm": "given in the config; tuning them on private data is not priced",
         }
         public |= self.algorithm.public | {f"answers of {k}": v for k, v in self.algorithm.public_tasks.items()}
         by_size = sorted(self.protected, key=lambda unit: self.terms[unit].size or 0)
         return make_statement(
             unit=self.algorithm.unit,
+            record=self.federation.record,
+            holders=self.federation.holders,
             price=self.price,
             spent=spent,
             planned=[self.releases[unit] for unit in by_size],
@@ -143,25 +151,26 @@ def make_plan(config: RunConfig) -> Plan:
     protected = protected_units(algorithm, facts)
     _check_scope(algorithm, terms, set(protected))
     privacy = config.privacy
-    noise = _solve(algorithm, [terms[unit] for unit in protected], privacy)
+    holders = unit_holders(algorithm, federation)
+    noise = _solve(algorithm, [terms[unit] for unit in protected], privacy, holders)
     releases = [
         algorithm.releases(replace(terms[unit], noise_multiplier=z)) for unit, z in zip(protected, noise, strict=True)
     ]
     units = [
         UnitPlan(unit, terms[unit].size, z, found.epsilon, found.accountant)
-        for unit, z, found in zip(protected, noise, _prices(releases, privacy), strict=True)
+        for unit, z, found in zip(protected, noise, _prices(releases, privacy, holders), strict=True)
     ]
     return Plan(config, algorithm, federation, model, facts, tuple(units))
 
 
-def _solve(algorithm: Algorithm[Any], units: Sequence[Terms], privacy: PrivacyConfig) -> list[float]:
+def _solve(algorithm: Algorithm[Any], units: Sequence[Terms], privacy: PrivacyConfig, holders: int) -> list[float]:
     """The noise multiplier of each unit: as given, or the smallest within the budget."""
     if privacy.noise_multiplier is not None:
         return [privacy.noise_multiplier] * len(units)
     assert privacy.epsilon is not None
 
     def events_of(terms: Terms) -> Callable[[float], Counter[DpEvent]]:
-        return lambda z: _events(algorithm.releases(replace(terms, noise_multiplier=z)))
+        return lambda z: _events(algorithm.releases(replace(terms, noise_multiplier=z)), holders)
 
     requests = {terms.size: events_of(terms) for terms in units}  # units of one size need the same noise
     noisy = {size: events for size, events in requests.items() if events(1.0) != events(2.0)}
@@ -175,6 +184,11 @@ def _solve(algorithm: Algorithm[Any], units: Sequence[Terms], privacy: PrivacyCo
 def protected_units(algorithm: Algorithm[Any], facts: Facts) -> list[int]:
     """Record level: one ledger for each client. Client level: one for the federation."""
     return facts.clients.tolist() if algorithm.unit == "record" else [FEDERATION]
+
+
+def unit_holders(algorithm: Algorithm[Any], federation: Federation) -> int:
+    """Record level: how many clients hold one original record; what they all release tells of it."""
+    return federation.holders if algorithm.unit == "record" else 1
 
 
 def materials(config: RunConfig) -> tuple[Algorithm[Any], Federation, Model, Facts]:
@@ -223,12 +237,12 @@ def _check_scope(algorithm: Algorithm[Any], terms: Mapping[int, Terms], protecte
         )
 
 
-def _prices(many: Iterable[Releases], privacy: PrivacyConfig) -> list[Price]:
-    """The price of each multiset; equal ones (clients of one size) are priced once."""
+def _prices(many: Iterable[Releases], privacy: PrivacyConfig, holders: int) -> list[Price]:
+    """The price of each multiset, made by every holder; equal ones (clients of one size) are priced once."""
     known: dict[frozenset[tuple[DpEvent, int]], Price] = {}
     found = []
     for releases in many:
-        events = _events(releases)
+        events = _events(releases, holders)
         key = frozenset(events.items())
         if key not in known:
             known[key] = price(events, privacy.delta, adjacency=privacy.adjacency, accountant=privacy.accountant)
@@ -236,10 +250,10 @@ def _prices(many: Iterable[Releases], privacy: PrivacyConfig) -> list[Price]:
     return found
 
 
-def _events(releases: Releases) -> Counter[DpEvent]:
+def _events(releases: Releases, holders: int = 1) -> Counter[DpEvent]:
     events: Counter[DpEvent] = Counter()
     for mechanism, count in releases.items():
-        events[mechanism.event] += count
+        events[mechanism.event] += holders * count
     return events
 
 

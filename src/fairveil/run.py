@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from fairveil.plan import Plan, make_plan, materials
 from fairveil.privacy.accounting import rdp_curve, rdp_epsilon
 from fairveil.privacy.mechanisms import canonical
 from fairveil.privacy.statement import Statement, json_number
+from fairveil.provenance import commit, versions
 from fairveil.session import Call, Job, Pick, Session
 from fairveil.store import Score, Store, disk_faults
 from fairveil.tasks import evaluate
@@ -52,6 +52,8 @@ class RunResult:
     seconds: float
     statement: Statement
     metrics: Mapping[str, Summary]  # "loss", and "accuracy" or "rmse", over clients' test records
+    provenance: Mapping[str, str | int]  # name, seed, config_hash, commit, data_fingerprint
+    clients: int  # all of them; those without test records are not in the metrics
 
     @property
     def main(self) -> tuple[str, Summary]:
@@ -68,6 +70,8 @@ class RunResult:
             "epsilon": json_number(self.statement.epsilon),
             "epsilon_spent": json_number(self.statement.epsilon_spent or 0.0),
             "delta": self.statement.delta,
+            **self.provenance,
+            "clients": self.clients,
             **{name: asdict(summary) for name, summary in self.metrics.items()},
             "guarantee": self.statement.sentence(),
         }
@@ -92,6 +96,21 @@ def start_run(config: RunConfig, *, runs: Path = Path("runs"), progress: Progres
 def run_plan(plan: Plan, *, runs: Path = Path("runs"), progress: Progress | None = None) -> RunResult:
     """Run what was planned, in a new folder under `runs`."""
     with Store(_new_folder(runs, plan.config.name)) as store:
+        return _carry_out(plan, store, progress)
+
+
+def run_in(config: RunConfig, folder: Path, *, progress: Progress | None = None) -> RunResult:
+    """Run a config in this very folder, or go on with it where it was begun there: what a sweep does."""
+    if (folder / "config.toml").exists():
+        if load_config(folder / "config.toml").digest() != config.digest():
+            raise UserError(
+                f"{folder} holds the run of another config.",
+                "Its rounds belong to that one; going on with them would mix two runs.",
+                "another folder, or move that one away",
+            )
+        return resume_run(folder, progress=progress)
+    plan = make_plan(config)
+    with Store(folder) as store:
         return _carry_out(plan, store, progress)
 
 
@@ -168,8 +187,11 @@ def begin(plan: Plan, store: Store) -> None:
             "The code or the config has changed; start a new run."
         )
     if not store.units():  # last: a folder that has units has its whole plan
-        groups = [plan.federation.groups[g] for g in plan.federation.group]
-        store.save_units(plan.units, groups, _provenance(plan))
+        federation = plan.federation
+        names = federation.names or [str(client) for client in range(federation.clients)]
+        clients = [(name, federation.groups[g]) for name, g in zip(names, federation.group, strict=True)]
+        facts = {"data": federation.fingerprint, "config": plan.config.digest(), "commit": commit()}
+        store.save_units(plan.units, clients, facts | versions())
         store.write("statement.json", json.dumps(plan.statement().to_json(), indent=2).encode())
 
 
@@ -226,7 +248,7 @@ def _evaluate(
     for client, reply in engine.run(Job(evaluate, f"round {number}, evaluation", {}, calls)):
         cluster = int(served.index[client]) if isinstance(served, Pick) else None
         values = dict(reply.diagnostics)
-        n = int(values.pop("n"))
+        n = int(values.pop("n"))  # 0: this client has nothing to be tested on, and gets no score
         if not all(math.isfinite(value) for value in values.values()):
             raise _diverged(number, f"the loss of client {client}")
         scores += [
@@ -240,7 +262,17 @@ def _finish(plan: Plan, store: Store) -> RunResult:
     statement = _state(plan, store, complete=True)
     metrics, _ = _summaries(plan, store)
     name = plan.config.algorithm.name
-    result = RunResult(store.folder, name, plan.algorithm.rounds, store.seconds(), statement, metrics)
+    provenance: dict[str, str | int] = {
+        "name": plan.config.name,
+        "seed": plan.config.seed,
+        "config_hash": plan.config.digest(),
+        "commit": store.meta("commit") or "none",  # of the code that began the run
+        "data_fingerprint": plan.federation.fingerprint,
+    }
+    result = RunResult(
+        store.folder, name, plan.algorithm.rounds, store.seconds(), statement, metrics, provenance,
+        plan.federation.clients,
+    )  # fmt: skip
     store.write("result.json", json.dumps(result.to_json(), indent=2).encode())
     return result
 
@@ -259,9 +291,10 @@ def _summaries(plan: Plan, store: Store) -> tuple[dict[str, Summary], Summary]:
     found = {}
     for metric in (main, "loss"):
         by_client = store.scores(metric)
-        values = np.array([by_client[client] for client in plan.facts.clients.tolist()])
+        scored = np.array(sorted(by_client))
+        values = np.array([by_client[client] for client in scored.tolist()])
         found[metric] = summarise(
-            values, plan.facts.group, plan.federation.groups, higher_is_better=metric == "accuracy"
+            values, plan.facts.group[scored], plan.federation.groups, higher_is_better=metric == "accuracy"
         )
     return found, found[main]
 
@@ -277,7 +310,7 @@ class _Gauge:
         self.plan, self.store = plan, store
         mechanisms = {canonical(m): m for releases in plan.releases.values() for m in releases}
         known = plan.config.privacy.adjacency == "add-remove"
-        self.curves = {what: rdp_curve(mechanism.event) for what, mechanism in mechanisms.items() if known}
+        self.curves = {what: plan.holders * rdp_curve(m.event) for what, m in mechanisms.items() if known}
 
     def report(self, number: int, summary: Summary | None) -> RoundReport:
         privacy, spent = self.plan.config.privacy, self.plan.price.epsilon
@@ -314,11 +347,6 @@ def _save_models(plan: Plan, store: Store, state: object) -> None:
     }
     metadata = {"model": plan.config.model.name, "row_of_client": np.asarray(served.index).tolist()}
     store.write("models/served.safetensors", save(tensors, {"fairveil": json.dumps(metadata)}))
-
-
-def _provenance(plan: Plan) -> dict[str, str]:
-    packages = ("fairveil", "torch", "numpy", "dp-accounting")
-    return {"data": plan.federation.fingerprint, "config": plan.config.digest()} | {p: version(p) for p in packages}
 
 
 def _new_folder(runs: Path, name: str) -> Path:

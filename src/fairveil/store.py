@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS unit (
     unit INTEGER PRIMARY KEY, size INTEGER, noise_multiplier REAL NOT NULL, epsilon REAL NOT NULL,
     accountant TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS client (client INTEGER PRIMARY KEY, "group" TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS client (client INTEGER PRIMARY KEY, name TEXT NOT NULL, "group" TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS word (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
 CREATE TABLE IF NOT EXISTS score (
     round INTEGER NOT NULL, client INTEGER NOT NULL, split INTEGER NOT NULL, model INTEGER NOT NULL,
@@ -120,14 +120,17 @@ class Store:
 
     # ---- the plan ----------------------------------------------------------------------------------
 
-    def save_units(self, units: Sequence[UnitPlan], groups: Sequence[str], meta: Mapping[str, str]) -> None:
-        """Write what was solved for every unit, each client's group, and what the plan was made from."""
+    def save_units(
+        self, units: Sequence[UnitPlan], clients: Sequence[tuple[str, str]], meta: Mapping[str, str]
+    ) -> None:
+        """Write what was solved for every unit, each client's name and group, and what the plan was made from."""
         with self.database:
             self.database.executemany(
                 "INSERT INTO unit VALUES (:unit, :size, :noise_multiplier, :epsilon, :accountant)",
                 [asdict(unit) for unit in units],
             )
-            self.database.executemany("INSERT INTO client VALUES (?, ?)", enumerate(groups))
+            rows = [(number, *client) for number, client in enumerate(clients)]
+            self.database.executemany("INSERT INTO client VALUES (?, ?, ?)", rows)
             self.database.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
 
     def meta(self, key: str) -> str | None:

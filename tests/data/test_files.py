@@ -279,7 +279,7 @@ def test_too_few_clients_or_records(table: pd.DataFrame, tmp_path: Path) -> None
 
 def test_a_client_with_one_record_trains_on_it_and_is_tested_on_none(table: pd.DataFrame, tmp_path: Path) -> None:
     table.loc[0, "client"] = "zug"
-    federation = File(path=write(table, tmp_path / "t.csv")).load(0)
+    federation = load(write(table, tmp_path / "t.csv"))
     alone = federation.load(federation.names.index("zug"))
     assert (len(alone.train), len(alone.test)) == (1, 0)
     assert federation.size.sum() + sum(len(federation.load(i).test) for i in range(4)) == len(table)

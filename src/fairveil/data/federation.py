@@ -114,6 +114,8 @@ class Federation:
             raise ValueError(f"{len(self.size)} clients, but {len(self.names)} names")
         if not 1 <= self.holders <= len(self.size):
             raise ValueError(f"a record cannot be held by {self.holders} of {len(self.size)} clients")
+        if self.holders > 1 and len(set(self.size)) > 1:  # one client's releases stand for those of every holder
+            raise ValueError("clients that overlap must hold equally many records")
 
     @property
     def clients(self) -> int:

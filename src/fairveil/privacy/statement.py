@@ -20,6 +20,7 @@ NOT_COVERED = (
     "from the models: its metrics are computed without noise, and it holds the clients' checkpoints, who took part "
     "when, and a fingerprint of the data. Keep it as you keep the data"
 )
+OVERLAP = ". Clients overlap: up to {} of them hold one and the same record, which is not protected as a whole"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Statement:
     """Everything a data officer has to know about what was guaranteed."""
 
     unit: Literal["record", "client"]
+    record: str  # what one record is
+    holders: int  # the most clients that hold one and the same record
     units: int  # how many ledgers: clients, or 1 for the federation
     adjacency: str
     epsilon: float  # the plan's, the largest over units: what is guaranteed
@@ -56,6 +59,7 @@ class Statement:
         public = "; ".join(f"{what} ({why})" for what, why in self.public.items())
         return [
             ("Guarantee", self._guarantee()),
+            ("A record is", self.record),
             ("Trusted", self.trust),
             ("Sent", self._sent()),
             ("Public", public),
@@ -78,8 +82,13 @@ class Statement:
     def _guarantee(self) -> str:
         if math.isinf(self.epsilon):
             return "NONE (epsilon is infinite): something is sent without noise"
-        seen = "what a client sends" if self.unit == "record" else "what is published of the training"
-        whom = "one record of that client" if self.unit == "record" else "one client with all its records"
+        if self.unit == "client":
+            seen, whom = "what is published of the training", "one client with all its records"
+        elif self.holders == 1:
+            seen, whom = "what a client sends", "one record of that client"
+        else:
+            seen = "what all clients send together"
+            whom = f"one original record wherever it is held (clients overlap: up to {self.holders} hold one record)"
         change = {"add-remove": "adding or removing", "replace": "replacing"}[self.adjacency]
         return (
             f"{seen} is ({rounded_up(self.epsilon)}, {self.delta!r})-differentially private for {change} {whom} "
@@ -99,6 +108,8 @@ class Statement:
 def make_statement(
     *,
     unit: Literal["record", "client"],
+    record: str,
+    holders: int,
     price: Price,
     spent: float | None,
     planned: Sequence[Mapping[Mechanism, int]],
@@ -110,6 +121,7 @@ def make_statement(
     """The statement of a run.
 
     Args:
+        record, holders: as in Federation.
         price: of the plan, the largest over units.
         spent: epsilon of what was posted, the largest over units; None before anything could be.
         planned, posted: by unit, in the same order, the smallest unit first.
@@ -117,6 +129,8 @@ def make_statement(
     kinds = sorted({mechanism.kind for releases in planned for mechanism in releases})
     return Statement(
         unit=unit,
+        record=record,
+        holders=holders,
         units=len(planned),
         adjacency=price.adjacency,
         epsilon=price.epsilon,
@@ -128,7 +142,7 @@ def make_statement(
         releases=tuple(_kind(kind, planned, posted) for kind in kinds),
         public=dict(public),
         noise_source=NOISE_SOURCE,
-        not_covered=NOT_COVERED,
+        not_covered=NOT_COVERED + (OVERLAP.format(holders) if unit == "client" and holders > 1 else ""),
         complete=complete,
     )
 
