@@ -244,7 +244,7 @@ def test_diagnostics_go_to_the_table_and_not_to_the_algorithm(make: Callable[...
 
 def test_start_asks_nothing(make: Callable[..., Session]) -> None:
     session = make()
-    session._round = 0
+    session._round, session._stage = 0, ""
     with pytest.raises(TypeError, match="start"):
         session.ask(local_update, FACTS.clients, mechanism=training, shared=INPUTS)
 

@@ -304,11 +304,15 @@ def template(algorithm: str, path: str) -> str:
     if cls.unit == "record":
         protected = "record of one client"
         split = (
-            'split = { kind = "rotate", degrees = [0, 90, 180], clients = [2, 4, 4] }  # or iid, label-flip, natural'
+            'split = { kind = "rotate", degrees = [0, 90, 180], clients = [2, 4, 4] }\n'
+            "# or iid, label-flip, dirichlet, shards, power-law, one-class, natural"
         )
     else:
         protected = "client with all its records"
-        split = 'split = { kind = "iid", clients = 100 }  # or rotate, label-flip, natural'
+        split = (
+            'split = { kind = "iid", clients = 100 }\n'
+            "# or rotate, label-flip, dirichlet, shards, power-law, one-class, natural"
+        )
     name = re.sub(r"[^A-Za-z0-9]+", "-", Path(path).stem).strip("-") or "run"
     return TEMPLATE.format(
         path=path, name=name, algorithm=algorithm, parameters="\n".join(lines), unit=cls.unit,

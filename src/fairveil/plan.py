@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, get_args
 
 from dp_accounting import DpEvent
@@ -16,6 +16,7 @@ from fairveil.config import PrivacyConfig, RunConfig
 from fairveil.data.federation import GRID_PER_DECADE, Federation, nominal_sizes
 from fairveil.errors import UserError, nearest
 from fairveil.models import Model
+from fairveil.preparation import preparation_releases
 from fairveil.privacy.accounting import (
     Accountant,
     Adjacency,
@@ -58,7 +59,7 @@ class Plan:
     @cached_property
     def releases(self) -> dict[int, Counter[Mechanism]]:
         """All that each unit will ever release."""
-        return {unit: self.algorithm.releases(terms) for unit, terms in self.terms.items()}
+        return {unit: all_releases(self.algorithm, self.federation, terms) for unit, terms in self.terms.items()}
 
     @property
     def root(self) -> str:
@@ -152,10 +153,15 @@ def make_plan(config: RunConfig) -> Plan:
     _check_scope(algorithm, terms, set(protected))
     privacy = config.privacy
     holders = unit_holders(algorithm, federation)
-    noise = _solve(algorithm, [terms[unit] for unit in protected], privacy, holders)
-    releases = [
-        algorithm.releases(replace(terms[unit], noise_multiplier=z)) for unit, z in zip(protected, noise, strict=True)
-    ]
+
+    def releases_at(unit: int, z: float) -> Counter[Mechanism]:
+        return all_releases(algorithm, federation, replace(terms[unit], noise_multiplier=z))
+
+    # units of one size need the same noise
+    declared = {terms[unit].size: partial(releases_at, unit) for unit in protected}
+    solved = _solve(declared, privacy, holders)
+    noise = [solved[terms[unit].size] for unit in protected]
+    releases = [releases_at(unit, z) for unit, z in zip(protected, noise, strict=True)]
     units = [
         UnitPlan(unit, terms[unit].size, z, found.epsilon, found.accountant)
         for unit, z, found in zip(protected, noise, _prices(releases, privacy, holders), strict=True)
@@ -163,22 +169,30 @@ def make_plan(config: RunConfig) -> Plan:
     return Plan(config, algorithm, federation, model, facts, tuple(units))
 
 
-def _solve(algorithm: Algorithm[Any], units: Sequence[Terms], privacy: PrivacyConfig, holders: int) -> list[float]:
-    """The noise multiplier of each unit: as given, or the smallest within the budget."""
+def all_releases(algorithm: Algorithm[Any], federation: Federation, terms: Terms) -> Counter[Mechanism]:
+    """All that one unit will ever release: before training, and in it."""
+    whole = terms.size is None
+    first = preparation_releases(federation.standardise, federation=whole)
+    return first + algorithm.releases(terms)
+
+
+def _solve(
+    declared: Mapping[int | None, Callable[[float], Releases]], privacy: PrivacyConfig, holders: int
+) -> dict[int | None, float]:
+    """The noise multiplier for each size: as given, or the smallest within the budget."""
     if privacy.noise_multiplier is not None:
-        return [privacy.noise_multiplier] * len(units)
+        return dict.fromkeys(declared, privacy.noise_multiplier)
     assert privacy.epsilon is not None
 
-    def events_of(terms: Terms) -> Callable[[float], Counter[DpEvent]]:
-        return lambda z: _events(algorithm.releases(replace(terms, noise_multiplier=z)), holders)
+    def events_of(releases_at: Callable[[float], Releases]) -> Callable[[float], Counter[DpEvent]]:
+        return lambda z: _events(releases_at(z), holders)
 
-    requests = {terms.size: events_of(terms) for terms in units}  # units of one size need the same noise
+    requests = {size: events_of(releases_at) for size, releases_at in declared.items()}
     noisy = {size: events for size, events in requests.items() if events(1.0) != events(2.0)}
     found = calibrate_many(
         noisy.values(), privacy.epsilon, privacy.delta, adjacency=privacy.adjacency, accountant=privacy.accountant
     )
-    solved = dict(zip(noisy, found, strict=True))
-    return [solved.get(terms.size, 0.0) for terms in units]  # a unit that releases nothing has no noise to solve
+    return dict.fromkeys(declared, 0.0) | dict(zip(noisy, found, strict=True))  # releases nothing: no noise to solve
 
 
 def protected_units(algorithm: Algorithm[Any], facts: Facts) -> list[int]:

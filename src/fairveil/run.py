@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import time
@@ -18,16 +17,18 @@ import torch
 from safetensors.torch import save
 
 from fairveil.config import RunConfig, load_config
+from fairveil.data.federation import Federation
 from fairveil.engine.local import LocalEngine
 from fairveil.errors import PrivacyError, RunFault, UserError
 from fairveil.metrics import Summary, summarise
 from fairveil.plan import Plan, make_plan, materials
+from fairveil.preparation import feature_statistics
 from fairveil.privacy.accounting import rdp_curve, rdp_epsilon
 from fairveil.privacy.mechanisms import canonical
 from fairveil.privacy.statement import Statement, json_number
 from fairveil.provenance import commit, versions
 from fairveil.session import Call, Job, Pick, Session
-from fairveil.store import Score, Store, disk_faults
+from fairveil.store import Score, Store, disk_faults, new_folder
 from fairveil.tasks import evaluate
 
 
@@ -95,7 +96,7 @@ def start_run(config: RunConfig, *, runs: Path = Path("runs"), progress: Progres
 
 def run_plan(plan: Plan, *, runs: Path = Path("runs"), progress: Progress | None = None) -> RunResult:
     """Run what was planned, in a new folder under `runs`."""
-    with Store(_new_folder(runs, plan.config.name)) as store:
+    with Store(new_folder(runs, plan.config.name)) as store:
         return _carry_out(plan, store, progress)
 
 
@@ -203,11 +204,11 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> None:
     def observe(client: int, task: str, diagnostics: Mapping[str, float]) -> None:
         scores.extend(Score(session.round, client, "train", task, name, value) for name, value in diagnostics.items())
 
-    spec, checkpoint = config.model_spec(plan.federation), store.latest()
+    checkpoint = store.latest()
     personal = dict(checkpoint.personal) if checkpoint else {}
-    with LocalEngine(
-        plan.federation, spec, root=plan.root, workers=config.engine.workers, block=config.engine.block
-    ) as engine:
+    scales = _scales(plan, store)
+    federation = plan.federation.standardised(*scales) if scales else plan.federation
+    with _engine(plan, federation) as engine:
         session = Session(
             plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=config.seed,
             root=plan.root, personal=personal, observe=observe, public_tasks=algorithm.public_tasks,
@@ -228,7 +229,25 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> None:
             scores.clear()
             if progress and gauge:
                 progress(gauge.report(number, _summaries(plan, store)[1] if evaluated else None))
-        _save_models(plan, store, state)
+        _save_models(plan, store, state, scales)
+
+
+def _engine(plan: Plan, federation: Federation) -> LocalEngine:
+    spec, engine = plan.config.model_spec(federation), plan.config.engine
+    return LocalEngine(federation, spec, root=plan.root, workers=engine.workers, block=engine.block)
+
+
+def _scales(plan: Plan, store: Store) -> tuple[np.ndarray, np.ndarray] | None:
+    """Mean and deviation by which features are standardised, as the clients release them; None if none are."""
+    standardise = plan.federation.standardise
+    if standardise is None:
+        return None
+    with _engine(plan, plan.federation) as engine:
+        session = Session(
+            plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=plan.config.seed,
+            root=plan.root, personal={}, observe=lambda client, task, diagnostics: None,
+        )  # fmt: skip
+        return feature_statistics(standardise, session, federation=plan.algorithm.unit == "client")
 
 
 def _evaluate(
@@ -335,7 +354,7 @@ def _diverged(number: int, what: str) -> UserError:
     )
 
 
-def _save_models(plan: Plan, store: Store, state: object) -> None:
+def _save_models(plan: Plan, store: Store, state: object, scales: tuple[np.ndarray, np.ndarray] | None) -> None:
     """The served models under the module's own parameter names, one prefix for each row."""
     served = plan.algorithm.serve(plan.facts, state)
     if not isinstance(served, Pick):
@@ -345,26 +364,14 @@ def _save_models(plan: Plan, store: Store, state: object) -> None:
         for row, weights in enumerate(served.rows)
         for name, value in plan.model.unflatten(weights.clone()).items()
     }
-    metadata = {"model": plan.config.model.name, "row_of_client": np.asarray(served.index).tolist()}
+    metadata: dict[str, Any] = {
+        "model": plan.config.model.name,
+        "row_of_client": np.asarray(served.index).tolist(),
+    }
+    if scales and plan.federation.standardise:  # what its inputs must be standardised by
+        columns = list(plan.federation.standardise.columns)
+        metadata["standardise"] = {"columns": columns, "mean": scales[0].tolist(), "scale": scales[1].tolist()}
     store.write("models/served.safetensors", save(tensors, {"fairveil": json.dumps(metadata)}))
-
-
-def _new_folder(runs: Path, name: str) -> Path:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count():
-            folder = runs / (f"{name}-{stamp}" + (f"-{number}" if number else ""))
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir()
-                break
-    except OSError as error:
-        raise UserError(
-            f"{runs} cannot be written.",
-            f"A run keeps its ledger and checkpoints there ({error.strerror}). Nothing was released.",
-            "--runs FOLDER, a folder you may write to",
-        ) from error
-    return folder
 
 
 def _newest_run(config: RunConfig, runs: Path) -> Path:

@@ -170,6 +170,7 @@ class Session:
         self._engine, self._ledger, self._observe, self._personal = engine, ledger, observe, personal
         self._seed, self._root, self._public_tasks = seed, root, public_tasks
         self._round = self._asked = 0
+        self._stage = ""  # what requests are named by; while it is empty nothing can be asked
         self._drawn: dict[Cohort, np.ndarray] = {}  # who is in the cohorts of this round that are not yet summed
 
     @property
@@ -177,11 +178,17 @@ class Session:
         """The number of this round, from 1; 0 in start()."""
         return self._round
 
+    def prepare(self) -> None:
+        """Let what comes before round 1 be asked; for the runner."""
+        if self._stage:
+            raise PrivacyError(f"{self._stage} has begun: what comes before it was asked or never will be")
+        self._stage = "preparation"
+
     def begin(self, number: int) -> None:
         """Start a round; for the runner. A round that is over does not come again."""
         if number <= self._round:
             raise PrivacyError(f"round {number} cannot begin again: its requests have been answered")
-        self._round, self._asked = number, 0
+        self._round, self._asked, self._stage = number, 0, f"round {number}"
         self._drawn.clear()
 
     def stream(self, purpose: str) -> Stream:
@@ -330,10 +337,10 @@ class Session:
                 self._observe(client, asked, reply.diagnostics)
 
     def _next(self, what: str) -> str:
-        if self.round == 0:
+        if not self._stage:
             raise TypeError("start() asks nothing: what is asked of clients belongs to a round")
         self._asked += 1
-        return f"round {self.round}, {what} {self._asked}"
+        return f"{self._stage}, {what} {self._asked}"
 
 
 def _unpriced(task: Task, out: object, rule: str) -> TypeError:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -236,6 +238,25 @@ class Store:
                 "Another process is running this run; two at once would spend its budget twice.",
                 "wait for it, or stop it first",
             ) from None
+
+
+def new_folder(runs: Path, name: str) -> Path:
+    """A folder for a run that begins now."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count():
+            folder = runs / (f"{name}-{stamp}" + (f"-{number}" if number else ""))
+            with suppress(FileExistsError):
+                folder.mkdir()
+                break
+    except OSError as error:
+        raise UserError(
+            f"{runs} cannot be written.",
+            f"A run keeps its ledger and checkpoints there ({error.strerror}). Nothing was released.",
+            "--runs FOLDER, a folder you may write to",
+        ) from error
+    return folder
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -63,6 +63,24 @@ class Source(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Standardise:
+    """Features that are to be brought to mean 0 and standard deviation 1 by statistics that the clients release.
+
+    Attributes:
+        columns: which features, each within [-1, 1] by public bounds.
+        noise_multiplier: of the release, see `privacy.moments.NoisyMoments`.
+    """
+
+    columns: tuple[int, ...]
+    noise_multiplier: float
+
+    @classmethod
+    def of(cls, columns: tuple[int, ...], noise_multiplier: float) -> Standardise | None:
+        """None if there is nothing to standardise."""
+        return cls(columns, noise_multiplier) if columns else None
+
+
 @dataclass(frozen=True, eq=False)
 class Federation:
     """Clients as columns, their records on demand.
@@ -81,6 +99,7 @@ class Federation:
         public: what was taken as public in making it, and why.
         holders: the most clients that hold one and the same original record. Above 1 clients overlap, and a
             record is protected by what all its holders release together.
+        standardise: what is left to be done before training, by statistics that have a price.
     """
 
     name: str
@@ -95,6 +114,7 @@ class Federation:
     record: str = "one row of the data"
     public: Mapping[str, str] = field(default_factory=dict)
     holders: int = 1
+    standardise: Standardise | None = None
 
     def __post_init__(self) -> None:
         for column, at_least in (("size", 1), ("group", 0)):
@@ -130,6 +150,32 @@ class Federation:
         if len(data.train) != self.size[client]:  # sampling rates, and so the price, are computed from size
             raise ValueError(f"client {client} loads {len(data.train)} records, not {self.size[client]}")
         return data
+
+    def standardised(self, mean: np.ndarray, scale: np.ndarray) -> Federation:
+        """The same with x -> (x - mean) / scale in the columns that `standardise` names; both (columns,)."""
+        assert self.standardise is not None
+        return replace(self, source=Standardised(self.source, self.standardise.columns, mean, scale), standardise=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Standardised:
+    """A source whose features are standardised on loading."""
+
+    source: Source
+    columns: tuple[int, ...]
+    mean: np.ndarray
+    scale: np.ndarray
+
+    def load(self, client: int) -> ClientData:
+        """The client's records, standardised."""
+        data = self.source.load(client)
+        return ClientData(self._applied(data.train), self._applied(data.test))
+
+    def _applied(self, records: Records) -> Records:
+        x = records.x.clone()
+        mean, scale = (torch.from_numpy(values.astype(np.float32)) for values in (self.mean, self.scale))
+        x[:, list(self.columns)] = (x[:, list(self.columns)] - mean) / scale
+        return Records(x, records.y)
 
 
 @dataclass(frozen=True, eq=False)

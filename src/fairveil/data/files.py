@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
-from fairveil.data.federation import Dataset, Federation, Records
+from fairveil.data.columns import AnyColumn, Prepared, prepare
+from fairveil.data.federation import Dataset, Federation, Records, Standardise
 from fairveil.data.partition import owned
 from fairveil.data.tables import numeric, pick, read_columns
 from fairveil.errors import UserError
@@ -33,7 +34,9 @@ class File(Dataset):
         path: .csv, .parquet or .npz.
         client: column that says who holds the record.
         target: column to predict.
-        features: columns to predict it from; None: all other numeric ones with a name.
+        features: columns to predict it from; None: all other numeric ones with a name, and those of `prepare`.
+        prepare: how columns become numbers, by name (see `fairveil.data.columns`); others stay as they are.
+        statistics_noise: noise multiplier of the means and deviations that clients release to standardise columns.
         group: column with one value for each client, for fairness between groups.
         task: whether the target is a label or a number.
         test_fraction: share of each client's records kept for testing, at least one record. A client that has one
@@ -44,6 +47,8 @@ class File(Dataset):
     client: str = "client"
     target: str = "y"
     features: tuple[str, ...] | None = Field(None, min_length=1)
+    prepare: dict[str, AnyColumn] = Field(default_factory=dict)
+    statistics_noise: PositiveFloat = 10.0
     group: str | None = None
     task: Literal["classification", "regression"] = "classification"
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -51,72 +56,68 @@ class File(Dataset):
     def load(self, seed: int) -> Federation:
         """Read, check, and set test records aside."""
         labels = (self.target,) if self.task == "classification" else ()
-        columns = read_columns(self.path, {self.client, self.group, *labels} - {None})
+        words = {name for name, how in self.prepare.items() if how.holds_words}
+        columns = read_columns(self.path, {self.client, self.group, *labels, *words} - {None})
         for option, name in (("client", self.client), ("target", self.target), ("group", self.group)):
             if name is not None:
                 pick(columns, self.path, option, name)
-        x = self._features(columns)
+        prepared = self._features(columns)
         y, classes = self._targets(columns)
         client, names = self._codes(columns, "client", self.client)
         self._check_clients(client, names)
         group, groups = self._groups(columns, client, names)
         return owned(
-            self.path.name, Records(torch.from_numpy(x), torch.from_numpy(y)), client, classes=classes,
+            self.path.name, Records(torch.from_numpy(prepared.x), torch.from_numpy(y)), client, classes=classes,
             test_fraction=self.test_fraction, seed=seed, group=group, groups=groups, names=tuple(names),
+            public=prepared.public, standardise=Standardise.of(prepared.to_standardise, self.statistics_noise),
         )  # fmt: skip
 
-    def _features(self, columns: dict[str, Column]) -> np.ndarray:
-        """(n, *features) float32, all finite."""
-        named = () if self.path.suffix.lower() == ".npz" else self._chosen(columns)
-        x = np.stack([_floats(columns[name]) for name in named], axis=1) if named else self._array(columns)
-        if not x.size:
-            raise self._nothing("records")
-        bad = _unusable(x).reshape(len(x), -1)
-        if bad.any():
-            worst = int(bad.sum(axis=0).argmax())
-            where = f"column {shown(named[worst])}" if named else f"x[:, {worst}] (flattened)"
-            raise UserError(
-                f"data.options.path = {shown(self.path)} has {bad[:, worst].sum():,} values in {where} "
-                "that are missing, NaN or infinite.",
-                f"The first is in {_row(bad[:, worst])}; {bad.any(axis=0).sum()} column(s) are affected.\n"
-                "One such value would turn every weight of the model into NaN.",
-                "fill them in or leave out those rows; or leave the column out of data.options.features",
-            )
-        return np.ascontiguousarray(x, dtype=np.float32)
+    def _features(self, columns: dict[str, Column]) -> Prepared:
+        if self.path.suffix.lower() != ".npz":
+            if not len(columns[self.target]):
+                raise self._nothing("records")
+            return prepare(columns, self._chosen(columns), self.prepare)
+        return Prepared(self._array(columns), (), (), {})
 
     def _chosen(self, columns: dict[str, Column]) -> tuple[str, ...]:
-        """The feature columns of a table, each numeric and none of them the answer."""
+        """The feature columns of a table, none of them the answer."""
         own = {self.client, self.target, self.group}
+        for name in self.prepare:
+            pick(columns, self.path, "prepare", name)
         if self.features is None:
-            found = tuple(name for name, column in columns.items() if name not in own and numeric(column))
+            usable = {name for name, column in columns.items() if numeric(column) or name in self.prepare}
+            found = tuple(name for name in columns if name in usable - own)
             if not found:
                 raise self._nothing("numeric columns to learn from")
             return found
         for name in self.features:
-            column = pick(columns, self.path, "features", name)
-            if name in own:
+            pick(columns, self.path, "features", name)
+        for option, names in (("features", self.features), ("prepare", self.prepare)):
+            shared = next((name for name in names if name in own), None)
+            if shared is not None:
                 raise UserError(
-                    f"data.options.features holds {shown(name)}, which is also the client, target or group.",
+                    f"data.options.{option} holds {shown(shared)}, which is also the client, target or group.",
                     "A model that is shown the answer, or who holds the record, learns nothing else.",
                     f"data.options.features = {shown([kept for kept in self.features if kept not in own])}",
                 )
-            if not numeric(column):
-                example = next((value for value in column if isinstance(value, str)), "")
-                raise UserError(
-                    f"data.options.features holds {shown(name)}, which is not numeric.",
-                    f"It holds {column.dtype} values such as {shown(example)}; a model takes numbers only.",
-                    "encode it as numbers (a column of 0 and 1 for each value), or leave it out",
-                )
+        unused = next((name for name in self.prepare if name not in self.features), None)
+        if unused is not None:
+            raise UserError(
+                f"data.options.prepare declares {shown(unused)}, which is not among the features.",
+                "It would have no effect.",
+                f"data.options.features = {shown([*self.features, unused])}, or leave it out of prepare",
+            )
         return self.features
 
     def _array(self, columns: dict[str, Column]) -> np.ndarray:
         """The array x of an npz, of a shape that fits the others."""
-        if self.features is not None:
-            raise UserError(
-                f"data.options.features = {shown(self.features)} does not fit an npz file.",
-                "The columns of its array x have no names: all of them are features.",
-                "leave out data.options.features",
-            )
+        for option, value in (("features", self.features), ("prepare", self.prepare)):
+            if value:
+                raise UserError(
+                    f"data.options.{option} = {shown(value)} does not fit an npz file.",
+                    "The columns of its array x have no names: all of them are features, as they are.",
+                    f"leave out data.options.{option}",
+                )
         if "x" not in columns:
             raise self._nothing("array called x")
         x = np.asarray(columns["x"])
@@ -130,7 +131,19 @@ class File(Dataset):
                 "x must be numeric and (records, *features), the others (records,): one entry a record.",
                 "x = x.reshape(records, features), and a client and a target for each record",
             )
-        return x
+        if not x.size:
+            raise self._nothing("records")
+        bad = _unusable(x).reshape(len(x), -1)
+        if bad.any():
+            worst = int(bad.sum(axis=0).argmax())
+            raise UserError(
+                f"data.options.path = {shown(self.path)} has {bad[:, worst].sum():,} values in x[:, {worst}] "
+                "(flattened) that are missing, NaN or infinite.",
+                f"The first is in {_row(bad[:, worst])}; {bad.any(axis=0).sum()} column(s) are affected.\n"
+                "One such value would turn every weight of the model into NaN.",
+                "fill them in or leave out those rows",
+            )
+        return np.ascontiguousarray(x, dtype=np.float32)
 
     def _targets(self, columns: dict[str, Column]) -> tuple[np.ndarray, int]:
         """(n,) int64 labels and the number of classes, or (n,) float32 and 0."""

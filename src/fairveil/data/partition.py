@@ -1,92 +1,27 @@
-"""Splits: who gets which rows of a pool, and under which shift. Rows never belong to two clients.
+"""Splits: who gets which rows of a pool, and under which shift; and the registry of all of them.
 
-A split is checked against the pool before anything is cut.
+A split is checked against the pool before anything is cut. A row belongs to one client, unless `overlap` is
+asked for: then the federation says how many hold the same one.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from fairveil.data.federation import ClientData, Federation, Pool, Records, fingerprint
+from fairveil.data.federation import Federation, Pool, Records
+from fairveil.data.shares import Columns as Columns
+from fairveil.data.shares import Shares as Shares
+from fairveil.data.shares import Split as Split
 from fairveil.data.shifts import Shift, check_rotatable
+from fairveil.data.skews import Dirichlet, OneClass, PowerLaw, Shards
 from fairveil.errors import UserError, nearest
 from fairveil.options import parse, shown
 from fairveil.streams import Stream
-
-
-@dataclass(frozen=True, eq=False)
-class Shares:
-    """Row numbers by client, end to end: client i holds rows[start[i]:start[i + 1]]."""
-
-    rows: np.ndarray
-    start: np.ndarray
-
-    @classmethod
-    def of(cls, by_client: Sequence[np.ndarray]) -> Shares:
-        """Shares from one array of row numbers for each client."""
-        start = np.cumsum([0, *map(len, by_client)])
-        return cls(np.concatenate(by_client).astype(np.int64), start)
-
-    def __getitem__(self, client: int) -> np.ndarray:
-        return self.rows[self.start[client] : self.start[client + 1]]
-
-    @property
-    def size(self) -> np.ndarray:
-        """(clients,) number of rows."""
-        return np.diff(self.start)
-
-
-@dataclass(frozen=True, eq=False)
-class Columns:
-    """A source: the rows once, each client's share of them as row numbers, shifts applied on loading.
-
-    Attributes:
-        train, share: rows, and who trains on which.
-        test, held: rows, and who is tested on which; held = None: everyone on all of them.
-        group, shifts: (clients,) and, by group, what sets it apart.
-        classes: number of labels; 0 for regression.
-    """
-
-    train: Records
-    share: Shares
-    test: Records
-    held: Shares | None
-    group: np.ndarray
-    shifts: tuple[Shift, ...]
-    classes: int
-    # Clients of one group share one shifted copy of a common test set: 20 copies of MNIST's would be 600 MB.
-    _tests: dict[int, Records] = field(default_factory=dict, repr=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tests": {}}  # a worker shifts for itself what it needs
-
-    def load(self, client: int) -> ClientData:
-        """The client's rows under its group's shift."""
-        group = int(self.group[client])
-        train = self._shifted(self.train.take(self.share[client]), group)
-        if self.held is not None:
-            return ClientData(train, self._shifted(self.test.take(self.held[client]), group))
-        if group not in self._tests:
-            self._tests[group] = self._shifted(self.test, group)
-        return ClientData(train, self._tests[group])
-
-    def _shifted(self, records: Records, group: int) -> Records:
-        return Records(*self.shifts[group].apply(records.x, records.y, self.classes))
-
-    def federation(self, name: str, groups: tuple[str, ...], **more: Any) -> Federation:
-        """The federation of these clients, fingerprinted by data, shares and shifts; `more` as in Federation."""
-        held = (self.held.rows, self.held.start) if self.held is not None else ("common test set",)
-        shifts = [part for shift in self.shifts for part in (float(shift.degrees), shift.offset)]
-        data = (self.train.x, self.train.y, self.test.x, self.test.y, self.classes)
-        mark = fingerprint(*data, self.share.rows, self.share.start, *held, self.group, *groups, *shifts)
-        features = tuple(self.train.x.shape[1:])
-        return Federation(name, self.share.size, self.group, groups, features, self.classes, self, mark, **more)
 
 
 def held_out(held: np.ndarray, fraction: float) -> np.ndarray:
@@ -121,17 +56,6 @@ def owned(
     return source.federation(name, groups, **more)
 
 
-class Split(BaseModel, ABC):
-    """How clients come about; the frozen model of `data.split`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-    kind: str
-
-    @abstractmethod
-    def apply(self, data: Pool | Federation, seed: int) -> Federation:
-        """The federation that this split makes of the data, after checking that it can."""
-
-
 class Natural(Split):
     """Every record stays with the client that holds it by nature."""
 
@@ -149,36 +73,83 @@ class Natural(Split):
 
 
 class Cut(Split):
-    """A split that deals shuffled rows out in equal shares (sizes differ by at most one), group by group."""
+    """A split that deals shuffled rows out in equal shares, group by group.
 
-    clients: int | tuple[int, ...]  # in all, or in each group
+    With `overlap` every client draws its rows from the whole pool by itself, so that one row may be held by
+    several clients, also of different groups: so Malekmohammadi et al., "Differentially Private Clustered
+    Federated Learning", 2024, draw 8,000 of 60,000 rows for each of 21 clients. The unit of privacy is then the
+    original row with all its holders and shifts: each holder's releases tell of it, and all of them compose.
+    Federation.holders is the most clients that hold one row, counted from the draw; who draws which rows
+    depends on the seed and never on what is in them, so that number may be published.
+
+    Attributes:
+        clients: in all, or in each group.
+        records: how many each client holds; None: the whole pool is dealt out (sizes differ by at most one).
+        overlap: whether clients draw from the whole pool, each by itself; needs `records`.
+    """
+
+    clients: int | tuple[int, ...]
+    records: PositiveInt | None = Field(None, examples=[100])
+    overlap: bool = False
+
+    @model_validator(mode="after")
+    def _records_to_draw(self) -> Self:
+        if self.overlap and self.records is None:
+            raise UserError(
+                "data.split.overlap = true needs data.split.records.",
+                "Clients that draw from the whole pool do not use it up, so their size must be given.",
+                "data.split.records = 100, or data.split.overlap = false",
+            )
+        return self
 
     @abstractmethod
     def parts(self, pool: Pool) -> list[tuple[str, Shift, int]]:
         """Name, shift and number of clients of each group; raises if they do not fit the pool."""
 
     def apply(self, data: Pool | Federation, seed: int) -> Federation:
-        """Disjoint shares of the whole pool."""
-        if isinstance(data, Federation):
+        """Shares of the pool; everyone is tested on the common test set, under its group's shift."""
+        pool = self.unowned(data)
+        names, shifts, clients = zip(*self.parts(pool), strict=True)
+        self._check_rows(pool, clients)
+        share = self._share(len(pool.train), sum(clients), seed)
+        group = np.repeat(np.arange(len(names)), clients)
+        source = Columns(pool.train, share, pool.test, None, group, tuple(shifts), pool.classes)
+        holders = int(np.bincount(share.rows).max())
+        return source.federation(pool.name, tuple(names), record=pool.record, public=pool.public, holders=holders)
+
+    def _check_rows(self, pool: Pool, clients: Sequence[int]) -> None:
+        """Raise unless there are rows enough."""
+        rows, total = len(pool.train), sum(clients)
+        has = f"{pool.name} has {rows:,} training records"
+        if total > rows and not self.overlap:
             raise UserError(
-                f"data.split.kind = {shown(self.kind)} does not fit {data.name}.",
-                f"Each record of {data.name} already belongs to a client; cutting would give it to another,\n"
-                "and the guarantee would speak of clients that do not exist.",
-                'data.split = { kind = "natural" }, or leave data.split out',
-            )
-        names, shifts, clients = zip(*self.parts(data), strict=True)
-        rows = len(data.train)
-        if sum(clients) > rows:
-            raise UserError(
-                f"data.split.clients = {shown(self.clients)} asks for {sum(clients):,} clients.",
-                f"{data.name} has {rows:,} training records; some client would hold none.",
+                f"data.split.clients = {shown(self.clients)} asks for {total:,} clients.",
+                f"{has}; some client would hold none.",
                 f"data.split.clients = {rows if len(clients) == 1 else f'numbers that add up to {rows}'}",
             )
+        if self.records is None:
+            return
+        if self.records > rows:
+            raise UserError(
+                f"data.split.records = {self.records} is more than there are.",
+                f"{has}, and a client holds each of them at most once.",
+                f"data.split.records = {rows if self.overlap else rows // total}",
+            )
+        if self.records * total > rows and not self.overlap:
+            raise UserError(
+                f"data.split.records = {self.records} is too many for {total:,} clients.",
+                f"{has}; without overlap {total:,} clients need {self.records * total:,}.",
+                f"data.split.records = {rows // total}, or data.split.overlap = true",
+            )
+
+    def _share(self, rows: int, clients: int, seed: int) -> Shares:
+        """Who holds which of the row numbers; a draw by the seed alone."""
+        if self.overlap:
+            draws = (Stream(seed, "partition", "overlap", client).numpy for client in range(clients))
+            return Shares.of([draw.choice(rows, self.records, replace=False) for draw in draws])
         shuffled = Stream(seed, "partition").numpy.permutation(rows)
-        share = Shares.of(np.array_split(shuffled, sum(clients)))
-        group = np.repeat(np.arange(len(names)), clients)
-        source = Columns(data.train, share, data.test, None, group, tuple(shifts), data.classes)
-        return source.federation(data.name, tuple(names), record=data.record, public=data.public)
+        dealt = rows if self.records is None else clients * self.records
+        return Shares.of(np.array_split(shuffled[:dealt], clients))
 
 
 class Iid(Cut):
@@ -227,20 +198,26 @@ class LabelFlip(Cut):
 
     def parts(self, pool: Pool) -> list[tuple[str, Shift, int]]:
         """One group for each offset."""
-        if pool.classes == 0:
-            raise UserError(
-                f'data.split.kind = "label-flip" does not fit {pool.name}.',
-                "It is a regression task: there are no labels to move on.",
-                'data.split = { kind = "iid", clients = 10 }',
-            )
+        self.check_labelled(pool)
         turned = [offset % pool.classes for offset in self.offsets]
         _distinct("offsets", self.offsets, turned, f"{pool.classes} classes")
         pairs = zip(self.offsets, self.clients, strict=True)
         return [(f"labels {offset:+d}", Shift(offset=offset), clients) for offset, clients in pairs]
 
 
-AnySplit = Annotated[Natural | Iid | Rotate | LabelFlip, Field(discriminator="kind")]
-SPLITS: dict[str, type[Split]] = {"natural": Natural, "iid": Iid, "rotate": Rotate, "label-flip": LabelFlip}
+AnySplit = Annotated[
+    Natural | Iid | Rotate | LabelFlip | Dirichlet | Shards | PowerLaw | OneClass, Field(discriminator="kind")
+]
+SPLITS: dict[str, type[Split]] = {
+    "natural": Natural,
+    "iid": Iid,
+    "rotate": Rotate,
+    "label-flip": LabelFlip,
+    "dirichlet": Dirichlet,
+    "shards": Shards,
+    "power-law": PowerLaw,
+    "one-class": OneClass,
+}
 
 
 def parse_split(split: Mapping[str, Any] | Split) -> Split:

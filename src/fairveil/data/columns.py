@@ -1,0 +1,312 @@
+"""How the columns of a table become numbers, by declaration.
+
+Whatever is typed in the config (a range, a list of categories, a mean) is public by being written down before any
+record is seen. A statistic that is computed from the records is something else: it is either released, with noise and a
+price (`Standard` with bounds), or declared public, for a reason that the statement repeats (`Standard` with a reason).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+
+from fairveil.data.tables import numeric
+from fairveil.errors import UserError
+from fairveil.options import shown
+
+if TYPE_CHECKING:
+    from fairveil.data.tables import Column
+
+Value = int | float | str
+
+
+class Declared(BaseModel, ABC):
+    """How one column becomes one or more columns of numbers.
+
+    Attributes:
+        missing: values that stand for a missing one, besides an empty cell ([] for the empty cell alone). The column is
+            then followed by another that says whether it was missing, and holds 0 where it was. None: nothing may be
+            missing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    missing: tuple[Value, ...] | None = None
+
+    @property
+    def holds_words(self) -> bool:
+        """Whether the column holds words, among which "NA" is one more word."""
+        return False
+
+    @abstractmethod
+    def names(self, name: str) -> list[str]:
+        """What its columns are called, but for the one of missing values."""
+
+    @abstractmethod
+    def encode(self, column: Column, absent: np.ndarray, name: str) -> np.ndarray:
+        """(n, width) float64; where `absent` (n,), anything finite."""
+
+
+class Range(Declared):
+    """A number between public bounds: clipped to [low, high] and mapped to [-1, 1]."""
+
+    kind: Literal["range"] = "range"
+    low: float
+    high: float
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        _check_bounds(self.low, self.high)
+        return self
+
+    def names(self, name: str) -> list[str]:
+        return [name]
+
+    def encode(self, column: Column, absent: np.ndarray, name: str) -> np.ndarray:
+        return _between(_numbers(column, absent, name), self.low, self.high)[:, None]
+
+
+class Category(Declared):
+    """One of a public list of values: a column of 0 and 1 for each.
+
+    Attributes:
+        values: numbers for a column of numbers, else text.
+        other: whether a value outside the list is allowed; it is 0 in every column.
+    """
+
+    kind: Literal["category"] = "category"
+    values: tuple[Value, ...] = Field(min_length=1)
+    other: bool = False
+
+    @property
+    def holds_words(self) -> bool:
+        return any(isinstance(value, str) for value in self.values)
+
+    def names(self, name: str) -> list[str]:
+        return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for value in self.values]
+
+    def encode(self, column: Column, absent: np.ndarray, name: str) -> np.ndarray:
+        given, values = _comparable(column, self.values, f"{name}.values")
+        hit = given[:, None] == values[None, :]
+        strange = ~hit.any(axis=1) & ~absent
+        if strange.any() and not self.other:
+            row = int(strange.argmax())
+            raise UserError(
+                f"data.options.prepare.{name}: {strange.sum():,} values are not in the list of categories.",
+                f"The first is {shown(given[row].item())} in row {row + 1:,}; the list is {shown(self.values)}.\n"
+                "A list made from the records would itself tell of them, so it is not completed here.",
+                f"add it to data.options.prepare.{name}.values, or other = true",
+            )
+        return hit.astype(np.float64)
+
+
+class Standard(Declared):
+    """A number brought to mean 0 and standard deviation 1. It must say where the two come from:
+
+    - `mean` and `std`: published figures, typed here. They are public.
+    - `low` and `high`: public bounds; mean and deviation are released by the clients before training, with noise, and
+      are priced like everything else that leaves them.
+    - `reason`: mean and deviation of all records are computed without noise and taken as public, for this reason.
+    """
+
+    kind: Literal["standard"] = "standard"
+    mean: float | None = None
+    std: PositiveFloat | None = None
+    low: float | None = None
+    high: float | None = None
+    reason: str | None = Field(None, min_length=10)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        pairs = [(self.mean, self.std), (self.low, self.high), (self.reason, self.reason)]
+        given = [pair for pair in pairs if pair != (None, None)]
+        if len(given) != 1 or None in given[0]:
+            raise UserError(
+                f"data.options.prepare: {shown(self.model_dump(exclude_none=True))} lacks a source of mean and std.",
+                "Published figures are public; bounds let the clients release them with noise, at a price; anything\n"
+                "computed from records without noise must be declared public, for a reason. One of the three.",
+                'mean = 0.0, std = 1.0; or low = 0.0, high = 1.0; or reason = "why these statistics are public"',
+            )
+        if self.low is not None and self.high is not None:
+            _check_bounds(self.low, self.high)
+        return self
+
+    def names(self, name: str) -> list[str]:
+        return [name]
+
+    def encode(self, column: Column, absent: np.ndarray, name: str) -> np.ndarray:
+        values = _numbers(column, absent, name)
+        if self.low is not None and self.high is not None:
+            return _between(values, self.low, self.high)[:, None]  # standardised later, by what is released
+        mean, std = self.mean, self.std
+        if mean is None or std is None:
+            mean, std = float(values[~absent].mean()), float(values[~absent].std())
+        return ((values - mean) / (std or 1.0))[:, None]
+
+
+class Text(Declared):
+    """Text as the numbers of its words: the first `length` words, 0 where the text is shorter.
+
+    A word's number is a public hash of it in [1, vocabulary): a vocabulary learned from the records would tell of them.
+    """
+
+    kind: Literal["text"] = "text"
+    length: Annotated[int, Field(ge=1)] = 25
+    vocabulary: Annotated[int, Field(ge=2)] = 4096
+
+    @property
+    def holds_words(self) -> bool:
+        return True
+
+    def names(self, name: str) -> list[str]:
+        return [f"{name}[{place}]" for place in range(self.length)]
+
+    def encode(self, column: Column, absent: np.ndarray, name: str) -> np.ndarray:
+        tokens = np.zeros((len(absent), self.length))
+        known: dict[str, int] = {}
+        for row, text in enumerate(np.asarray(column, dtype=object)):
+            words = [] if absent[row] else re.findall(r"\w+", str(text).lower())[: self.length]
+            for place, word in enumerate(words):
+                if word not in known:
+                    digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
+                    known[word] = 1 + int.from_bytes(digest, "big") % (self.vocabulary - 1)
+                tokens[row, place] = known[word]
+        return tokens
+
+
+AnyColumn = Annotated[Range | Category | Standard | Text, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Features ready for a model.
+
+    Attributes:
+        x: (n, d) float32, all finite.
+        names: of the d columns.
+        to_standardise: which of them are to be standardised by statistics that the clients release.
+        public: what was taken as public on the way, and why.
+    """
+
+    x: np.ndarray
+    names: tuple[str, ...]
+    to_standardise: tuple[int, ...]
+    public: Mapping[str, str]
+
+
+def prepare(columns: Mapping[str, Column], chosen: Sequence[str], declared: Mapping[str, Declared]) -> Prepared:
+    """The chosen columns as numbers; one that is not declared must be numeric, and stays as it is.
+
+    Raises:
+        UserError: naming column, row and what to declare.
+    """
+    text = next((name for name in chosen if isinstance(declared.get(name), Text)), None)
+    if text and len(chosen) > 1:
+        raise UserError(
+            f"data.options.features = {shown(list(chosen))} mixes a text with other columns.",
+            "The numbers of words are names, not amounts; a model reads either words or amounts.",
+            f"data.options.features = [{shown(text)}]",
+        )
+    parts, names, released, public = [], [], [], {}
+    for name in chosen:
+        column, how = columns[name], declared.get(name)
+        absent = _absent(column, how, name)
+        if how is None:
+            parts.append(_numbers(column, absent, name)[:, None])
+            names.append(name)
+            continue
+        encoded = how.encode(column, absent, name)
+        encoded[absent] = 0.0
+        if isinstance(how, Standard):
+            if how.low is not None:
+                released.append(len(names))
+            elif how.reason:
+                public[f"mean and standard deviation of {name} over all records, computed without noise"] = how.reason
+        parts.append(encoded)
+        names += how.names(name)
+        if how.missing is not None:
+            parts.append(absent.astype(np.float64)[:, None])
+            names.append(f"{name} missing")
+    if declared:
+        public["ranges, categories and constants of the columns"] = "declared before the records were seen"
+    return Prepared(np.concatenate(parts, axis=1).astype(np.float32), tuple(names), tuple(released), public)
+
+
+def _absent(column: Column, how: Declared | None, name: str) -> np.ndarray:
+    """(n,) where the column has no value."""
+    import pandas as pd
+
+    absent = pd.isna(pd.Series(column)).to_numpy(dtype=bool)
+    if how is not None and how.missing:
+        given, signs = _comparable(column, how.missing, f"{name}.missing")
+        absent = absent | np.isin(given, signs)
+    if absent.any() and (how is None or how.missing is None):
+        raise UserError(
+            f"data.options.path has {absent.sum():,} values in column {shown(name)} that are missing.",
+            f"The first is in row {int(absent.argmax()) + 1:,} (the first record is row 1).\n"
+            "One such value would turn every weight of the model into NaN.",
+            f'data.options.prepare.{name} = {{ kind = "range", low = 0.0, high = 1.0, missing = [] }}, which adds a\n'
+            "  column that says so; or fill them in, or leave the column out of data.options.features",
+        )
+    return absent
+
+
+def _numbers(column: Column, absent: np.ndarray, name: str) -> np.ndarray:
+    """(n,) float64, 0 where absent."""
+    import pandas as pd
+
+    if not numeric(column):
+        example = next((value for value in column if isinstance(value, str)), "")
+        raise UserError(
+            f"data.options.features holds {shown(name)}, which is not numeric.",
+            f"It holds {column.dtype} values such as {shown(example)}; a model takes numbers only.",
+            f'data.options.prepare.{name} = {{ kind = "category", values = [{shown(example)}] }} with all its values,\n'
+            "  or leave it out",
+        )
+    values = np.asarray(pd.Series(column).to_numpy(dtype=np.float64, na_value=np.nan)).copy()
+    values[absent] = 0.0
+    bad = ~(np.abs(values) <= np.finfo(np.float32).max)  # NaN, infinite, or so as float32
+    if bad.any():
+        raise UserError(
+            f"data.options.path has {bad.sum():,} values in column {shown(name)} that are NaN or infinite.",
+            f"The first is in row {int(bad.argmax()) + 1:,} (the first record is row 1).\n"
+            "One such value would turn every weight of the model into NaN.",
+            "fill them in or leave out those rows; or leave the column out of data.options.features",
+        )
+    return values
+
+
+def _comparable(column: Column, values: Sequence[Value], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """The column and a list of values in one type: numbers if the column holds numbers, else text."""
+    import pandas as pd
+
+    if not numeric(column):
+        return np.asarray(column, dtype=object).astype(str), np.array([str(value) for value in values])
+    words = [value for value in values if isinstance(value, str)]
+    if words:
+        raise UserError(
+            f"data.options.prepare.{key} = {shown(list(values))} holds text, but the column holds numbers.",
+            "A number never equals a text, so these values would never be found.",
+            f"data.options.prepare.{key} = numbers",
+        )
+    given = np.asarray(pd.Series(column).to_numpy(dtype=np.float64, na_value=np.nan))
+    return given, np.array(values, dtype=np.float64)
+
+
+def _between(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    return np.asarray((np.clip(values, low, high) - low) * (2 / (high - low)) - 1)
+
+
+def _check_bounds(low: float, high: float) -> None:
+    if not low < high:
+        raise UserError(
+            f"data.options.prepare: low = {low:g} is not below high = {high:g}.",
+            "Values are clipped to what lies between the two.",
+            f"low = {high:g}, high = {low:g}" if high < low else "two different bounds",
+        )
