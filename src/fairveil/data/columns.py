@@ -216,6 +216,8 @@ def prepare(columns: Mapping[str, Column], chosen: Sequence[str], declared: Mapp
     parts, names, released, public = [], [], [], {}
     for name in chosen:
         column, how = columns[name], declared.get(name)
+        if how is None:
+            _check_numeric(column, name)
         absent = _absent(column, how, name)
         if how is None:
             parts.append(_numbers(column, absent, name)[:, None])
@@ -261,14 +263,7 @@ def _numbers(column: Column, absent: np.ndarray, name: str) -> np.ndarray:
     """(n,) float64, 0 where absent."""
     import pandas as pd
 
-    if not numeric(column):
-        example = next((value for value in column if isinstance(value, str)), "")
-        raise UserError(
-            f"data.options.features holds {shown(name)}, which is not numeric.",
-            f"It holds {column.dtype} values such as {shown(example)}; a model takes numbers only.",
-            f'data.options.prepare.{name} = {{ kind = "category", values = [{shown(example)}] }} with all its values,\n'
-            "  or leave it out",
-        )
+    _check_numeric(column, name)
     values = np.asarray(pd.Series(column).to_numpy(dtype=np.float64, na_value=np.nan)).copy()
     values[absent] = 0.0
     bad = ~(np.abs(values) <= np.finfo(np.float32).max)  # NaN, infinite, or so as float32
@@ -280,6 +275,17 @@ def _numbers(column: Column, absent: np.ndarray, name: str) -> np.ndarray:
             "fill them in or leave out those rows; or leave the column out of data.options.features",
         )
     return values
+
+
+def _check_numeric(column: Column, name: str) -> None:
+    if not numeric(column):
+        example = next((value for value in column if isinstance(value, str)), "")
+        raise UserError(
+            f"data.options.features holds {shown(name)}, which is not numeric.",
+            f"It holds {column.dtype} values such as {shown(example)}; a model takes numbers only.",
+            f'data.options.prepare.{name} = {{ kind = "category", values = [{shown(example)}] }} with all its values,\n'
+            "  or leave it out",
+        )
 
 
 def _comparable(column: Column, values: Sequence[Value], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ import torch
 
 from fairveil.data.federation import Dataset, Federation, Pool, Records
 from fairveil.data.files import File
+from fairveil.data.hospitals import HeartDisease, HospitalCharges
 from fairveil.data.partition import Split, parse_split
 from fairveil.data.synthetic import GaussianClusters, LinearClusters, Synthetic
 from fairveil.errors import UserError, unknown
@@ -43,6 +44,8 @@ DATASETS: dict[str, type[Dataset]] = {
     "digits": Digits,
     "file": File,
     "gaussian-clusters": GaussianClusters,
+    "heart-disease": HeartDisease,
+    "hospital-charges": HospitalCharges,
     "linear-clusters": LinearClusters,
     "synthetic": Synthetic,
 }

@@ -82,24 +82,22 @@ class File(Dataset):
     def _chosen(self, columns: dict[str, Column]) -> tuple[str, ...]:
         """The feature columns of a table, none of them the answer."""
         own = {self.client, self.target, self.group}
-        for name in self.prepare:
-            pick(columns, self.path, "prepare", name)
+        for option, names in (("features", self.features or ()), ("prepare", tuple(self.prepare))):
+            for name in names:
+                pick(columns, self.path, option, name)
+            shared = next((name for name in names if name in own), None)
+            if shared is not None:
+                raise UserError(
+                    f"data.options.{option} holds {shown(shared)}, which is also the client, target or group.",
+                    "A model that is shown the answer, or who holds the record, learns nothing else.",
+                    f"data.options.{option} = {shown([kept for kept in names if kept not in own])}",
+                )
         if self.features is None:
             usable = {name for name, column in columns.items() if numeric(column) or name in self.prepare}
             found = tuple(name for name in columns if name in usable - own)
             if not found:
                 raise self._nothing("numeric columns to learn from")
             return found
-        for name in self.features:
-            pick(columns, self.path, "features", name)
-        for option, names in (("features", self.features), ("prepare", self.prepare)):
-            shared = next((name for name in names if name in own), None)
-            if shared is not None:
-                raise UserError(
-                    f"data.options.{option} holds {shown(shared)}, which is also the client, target or group.",
-                    "A model that is shown the answer, or who holds the record, learns nothing else.",
-                    f"data.options.features = {shown([kept for kept in self.features if kept not in own])}",
-                )
         unused = next((name for name in self.prepare if name not in self.features), None)
         if unused is not None:
             raise UserError(

@@ -1,0 +1,128 @@
+"""The hospitals: counts and values against what is published, features as declared, and runs from end to end."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fairveil.config import load_config
+from fairveil.data.datasets import build_federation
+from fairveil.data.federation import Federation, Records
+from fairveil.data.hospitals import CHARGES, HEART, REGIONS
+from fairveil.plan import make_plan
+from fairveil.run import run_plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "hospitals"
+DATA = os.environ.get("FAIRVEIL_DATA")
+
+
+def needs(folder: str) -> Any:
+    there = DATA is not None and (Path(DATA) / folder).is_dir()
+    reason = f"no {folder} under FAIRVEIL_DATA"
+    return lambda test: pytest.mark.data(pytest.mark.skipif(not there, reason=reason)(test))
+
+
+heart, charges = needs(HEART.folder), needs(CHARGES.folder)
+
+
+def everything(federation: Federation, client: int) -> Records:
+    data = federation.load(client)
+    return Records(torch.cat([data.train.x, data.test.x]), torch.cat([data.train.y, data.test.y]))
+
+
+@heart
+def test_heart_disease_by_hospital() -> None:
+    federation = build_federation("heart-disease", {}, None, 0)
+    assert federation.names == federation.groups == ("cleveland", "hungarian", "switzerland", "va")
+    held = [everything(federation, client) for client in range(4)]
+    assert [len(records) for records in held] == [303, 294, 123, 200]
+    assert federation.features == (32,) and federation.classes == 2 and federation.record == "one patient"
+    sex = [round(float((records.x[:, 1] == -1).double().mean()), 2) for records in held]
+    assert sex == [0.32, 0.28, 0.08, 0.03]  # women
+    no_cholesterol = [int(records.x[:, 9].sum()) for records in held]
+    assert no_cholesterol == [0, 23, 123, 56]  # empty, or 0, which means the same
+    assert sum(int((records.y == 0).sum()) for records in held) == 411
+    assert all(records.x.abs().max() <= 1 for records in held)
+
+
+@heart
+def test_the_first_patient_of_cleveland() -> None:
+    """63 years, male, typical angina, 145/233, fasting sugar high, 150 beats, depression 2.3, slope 3, ca 0, thal 6."""
+    expected = np.zeros(32, dtype=np.float32)
+    expected[[0, 1]] = (63 - 20) / 35 - 1, 1
+    expected[2] = 1  # cp = 1
+    expected[6], expected[8] = (145 - 80) / 60 - 1, (233 - 100) / 150 - 1
+    expected[10] = 1  # fbs
+    expected[14] = 1  # restecg = 2
+    expected[16], expected[18], expected[20] = (150 - 60) / 80 - 1, -1, (2.3 + 3) / 5 - 1
+    expected[24] = 1  # slope = 3
+    expected[26] = -1  # ca = 0
+    expected[29] = 1  # thal = 6
+    federation = build_federation("heart-disease", {}, None, 0)
+    records = everything(federation, 0)
+    same = (records.x - torch.from_numpy(expected)).abs().max(dim=1).values < 1e-6
+    assert int(same.sum()) == 1 and records.y[same].item() == 0
+
+
+@heart
+def test_severity_has_five_classes() -> None:
+    federation = build_federation("heart-disease", {"target": "severity"}, None, 0)
+    y = torch.cat([everything(federation, client).y for client in range(4)])
+    assert torch.bincount(y).tolist() == [411, 265, 109, 107, 28] and federation.classes == 5
+
+
+@charges
+def test_hospital_charges_by_hospital() -> None:
+    federation = build_federation("hospital-charges", {}, None, 0)
+    assert federation.clients == 3337 and federation.features == (151,) and federation.classes == 0
+    tests = [len(federation.load(client).test) for client in range(federation.clients)]
+    assert federation.size.sum() + sum(tests) == 163_065 and tests.count(0) == 95
+    held = everything(federation, federation.names.index("SOUTHEAST ALABAMA MEDICAL CENTER (10001)"))
+    assert (held.x[:, :51].sum(dim=1) == 1).all() and (held.x[:, 51:].sum(dim=1) == 1).all()
+    assert (held.x[:, 1] == 1).all()  # AL, after AK
+    charge = held.y[held.x[:, 51] == 1]  # the first procedure: extracranial procedures, 39
+    assert torch.exp(charge + 10).item() == pytest.approx(32963.07, rel=1e-6)
+    assert sum(len(states.split()) for states in REGIONS.values()) == 51
+    assert np.bincount(federation.group).sum() == 3337 and len(set(federation.group)) == 4
+
+
+@charges
+def test_hospitals_are_grouped_as_asked() -> None:
+    by_size = build_federation("hospital-charges", {"group": "size"}, None, 0)
+    for client in (0, 100, 3000):
+        records = len(everything(by_size, client))
+        assert by_size.group[client] == (0 if records < 20 else 1 if records < 60 else 2)
+    by_state = build_federation("hospital-charges", {"group": "state"}, None, 0)
+    assert len(by_state.groups) == 51 and by_state.groups[by_state.group[0]] == "AL"
+    assert by_state.load(5).train.x.equal(by_size.load(5).train.x)
+
+
+@heart
+@pytest.mark.parametrize("algorithm", ["global", "local"])
+def test_heart_disease_runs(runs: Path, algorithm: str) -> None:
+    plan = make_plan(load_config(EXAMPLES / "heart.toml", [f"algorithm.name={algorithm}"]))
+    result = run_plan(plan, runs=runs)
+    accuracy = result.metrics["accuracy"]
+    assert set(accuracy.by_group) == {"cleveland", "hungarian", "switzerland", "va"}
+    assert result.statement.epsilon <= 4 and result.statement.record == "one patient"
+    assert accuracy.mean > 0.6  # always answering "disease" gives 0.64 of 4 unweighted hospitals, "none" 0.36
+
+
+@charges
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["global", "local"])
+def test_3337_hospitals_plan_run_and_report_in_two_minutes(runs: Path, algorithm: str) -> None:
+    began = time.perf_counter()
+    settings = [f"algorithm.name={algorithm}", "algorithm.rounds=2"]
+    plan = make_plan(load_config(EXAMPLES / "charges.toml", settings))
+    result = run_plan(plan, runs=runs)
+    assert time.perf_counter() - began < 120
+    assert result.clients == 3337 and result.metrics["rmse"].clients == 3242
+    assert result.main[0] == "rmse" and result.metrics["rmse"].mean < 1.0  # answering 10, a constant, gives about 0.9
+    assert result.statement.units == 3337 and result.statement.epsilon <= 4
