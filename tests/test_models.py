@@ -1,4 +1,4 @@
-"""Models: parameters counted, records kept apart, seeds honoured, mixing layers refused."""
+"""Models: parameters counted, records kept apart, seeds honoured, losses as defined, mixing layers refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import types
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from fairveil.data.federation import ClientData, Records
 from fairveil.errors import UserError
-from fairveil.models import ModelSpec
+from fairveil.models import Model, ModelSpec
+from fairveil.privacy.gradients import check_record_gradients, record_gradients
+from fairveil.privacy.release import MINT
+from fairveil.session import Member
 from fairveil.streams import Stream
+from fairveil.tasks import evaluate
 
 
 @pytest.mark.parametrize(
@@ -103,12 +109,88 @@ class Remembering(nn.Linear):
         return super().forward(x)
 
 
+class MixingFromZero(nn.Sequential):
+    """It starts at zero, where all records have the same score."""
+
+    def __init__(self, features: tuple[int, ...], classes: int) -> None:
+        super().__init__(nn.Linear(features[0], classes))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(dim=0))
+
+
+class Penalised(nn.Linear):
+    """The absolute error, and a penalty on the weights: a loss that reads parameters."""
+
+    def __init__(self, features: tuple[int, ...], classes: int) -> None:
+        super().__init__(features[0], classes or 1)
+
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        return (output.squeeze(1) - y).abs() + 0.5 * self.weight.square().sum()
+
+
+class Smoothed(nn.Linear):
+    """Cross-entropy with smoothed labels; the base of losses that are refused."""
+
+    def __init__(self, features: tuple[int, ...], classes: int) -> None:
+        super().__init__(features[0], classes)
+
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(output, y, reduction="none", label_smoothing=0.1)
+
+
+class Averaged(Smoothed):
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(output, y)
+
+
+class Counted(Smoothed):
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        return (output.argmax(dim=1) != y).long()
+
+
+class Listed(Smoothed):
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        return [1.0, 2.0]  # type: ignore[return-value]
+
+
+class Centred(Smoothed):
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        return super().record_losses(output - output.mean(dim=0), y)
+
+
+class Paired(Smoothed):
+    """Fails for one record."""
+
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        return super().record_losses(output[[1, 0]], y[[1, 0]])
+
+
+class Detached(Smoothed):
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        return super().record_losses(output.detach(), y)
+
+
+class Endless(Smoothed):
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        return super().record_losses(output, y) / 0.0
+
+
+class Failing(Smoothed):
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        return output @ y
+
+
+OWN = (WithBatchNorm, Misshapen, Choosy, Dropping, Remembering, Mixing, MixingFromZero, Lazy)
+OWN_LOSS = (Penalised, Smoothed, Averaged, Counted, Listed, Centred, Paired, Detached, Endless, Failing)
+
+
 @pytest.fixture(autouse=True)
 def _own(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("own_nets")
-    vars(module).update(
-        {c.__name__: c for c in (WithBatchNorm, Misshapen, Choosy, Dropping, Remembering, Mixing, Lazy)}
-    )
+    vars(module).update({c.__name__: c for c in (*OWN, *OWN_LOSS)})
     vars(module)["number"] = lambda features, classes: 3
     monkeypatch.setitem(sys.modules, "own_nets", module)
 
@@ -122,6 +204,15 @@ def _own(monkeypatch: pytest.MonkeyPatch) -> None:
         (ModelSpec("own_nets:Choosy", (4,), 3), "does not fit records of shape (4,)", "first layer"),
         (ModelSpec("own_nets:Dropping", (4,), 3), "answers differently each time", "remove the dropout"),
         (ModelSpec("own_nets:Mixing", (4,), 3), "mixes the records of a batch", "GroupNorm"),
+        (ModelSpec("own_nets:MixingFromZero", (4,), 3), "mixes the records of a batch", "GroupNorm"),
+        (ModelSpec("own_nets:Averaged", (4,), 3), "record_losses that gives ()", "reduction='none'"),
+        (ModelSpec("own_nets:Counted", (4,), 3), "record_losses that gives torch.int64", "reduction='none'"),
+        (ModelSpec("own_nets:Listed", (4,), 3), "record_losses that gives list", "reduction='none'"),
+        (ModelSpec("own_nets:Centred", (4,), 3), "record_losses that mixes the records", "each record's own"),
+        (ModelSpec("own_nets:Paired", (4,), 3), "record_losses that mixes the records", "each record's own"),
+        (ModelSpec("own_nets:Detached", (4,), 3), "record_losses that has no gradient", "torch operations"),
+        (ModelSpec("own_nets:Endless", (4,), 3), "record_losses that gives [inf, inf]", "finite loss"),
+        (ModelSpec("own_nets:Failing", (4,), 3), "record_losses that fails", "def record_losses(self, output, y)"),
         (ModelSpec("own_nets:Remembering", (4,), 3), "answers differently each time", "keeps running values"),
         (ModelSpec("own_nets:number", (4,), 3), "did not give a torch.nn.Module but int", "torch.nn.Module"),
         (ModelSpec("lgistic", (4,), 3), 'model.name = "lgistic" is not known', 'model.name = "logistic"'),
@@ -134,3 +225,52 @@ def test_mistakes(spec: ModelSpec, what: str, fix: str) -> None:
     with pytest.raises(UserError) as error:
         spec.build()
     assert what in error.value.what and fix in error.value.fix
+
+
+# ---- losses of one's own, and scores ---------------------------------------------------------------
+
+
+def test_a_modules_own_loss_is_used() -> None:
+    model = ModelSpec("own_nets:Smoothed", (4,), 3).build()
+    check_record_gradients(model)
+    weights, x, y = model.initial(Stream(0)), Stream("x").normal((6, 4)).float(), torch.tensor([0, 1, 2, 0, 1, 2])
+    log = torch.log_softmax(model.predict(weights, x), dim=1)
+    expected = -0.9 * log[torch.arange(6), y] - 0.1 * log.mean(dim=1)
+    assert torch.allclose(model.losses(model.unflatten(weights), x, y), expected, atol=1e-6)
+
+
+def test_a_loss_that_reads_parameters_reads_those_of_the_vector() -> None:
+    """Not those the module was built with: the gradient is sign(error) * (x, 1) + (w, 0)."""
+    model = ModelSpec("own_nets:Penalised", (2,), 0).build()
+    check_record_gradients(model)
+    weights = torch.tensor([3.0, -2.0, 1.0])
+    x, y = torch.tensor([[1.0, 2.0], [0.0, -1.0]]), torch.tensor([1.0, 0.0])  # errors 0 - 1 = -1 and 3 - 0 = 3
+    assert model.losses(model.unflatten(weights), x, y).tolist() == [1 + 6.5, 3 + 6.5]
+    assert record_gradients(model, weights, x, y).tolist() == [[2.0, -4.0, -1.0], [3.0, -3.0, 1.0]]
+
+
+def scored(model: Model, weights: Tensor, x: Tensor, y: Tensor) -> dict[str, float]:
+    rows = Records(x, y)
+    (reply,) = evaluate([Member(ClientData(rows, rows), model, {"model": weights}, None, {}, (0,), MINT)])
+    return dict(reply.diagnostics)
+
+
+@pytest.mark.parametrize("name", ["linear", "own_nets:Penalised"])
+def test_rmse_is_of_the_errors_whatever_the_loss(name: str) -> None:
+    x, y = torch.tensor([[1.0, 2.0], [0.0, -1.0]]), torch.tensor([1.0, 0.0])
+    scores = scored(ModelSpec(name, (2,), 0).build(), torch.tensor([3.0, -2.0, 1.0]), x, y)
+    assert scores["rmse"] == pytest.approx(5**0.5) and scores["n"] == 2  # errors -1 and 3
+    assert scores["loss"] == pytest.approx(2.5 if name == "linear" else 8.5)
+
+
+def test_accuracy_and_hinge_loss_of_a_support_vector_machine() -> None:
+    x, y = torch.tensor([[2.0], [0.5], [-3.0], [1.0]]), torch.tensor([1, 1, 0, 0])
+    scores = scored(ModelSpec("svm", (1,), 2).build(), torch.tensor([1.0, 0.0]), x, y)
+    assert scores == {"n": 4.0, "accuracy": 0.75, "loss": pytest.approx((0 + 0.5 + 0 + 2) / 4)}
+
+
+@pytest.mark.parametrize("classes", [0, 3])
+def test_a_client_without_test_records_is_not_scored(classes: int) -> None:
+    model = ModelSpec("linear", (2,), classes).build()
+    nothing = torch.zeros(0, dtype=torch.int64 if classes else torch.float32)
+    assert scored(model, model.initial(Stream(0)), torch.zeros(0, 2), nothing) == {"n": 0.0}

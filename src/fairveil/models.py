@@ -1,15 +1,22 @@
-"""Reference models that are safe under per-record gradients, and the user's own by "package.module:Class".
+"""Models as functions of a flat vector: the reference networks, and the user's own by "package.module:Class".
 
 A model's parameters live in one flat vector (p,): it can be averaged, noised, sent and saved without asking
 what is inside. A user's class is built as Class(features, classes, **options) and maps (n, *features) to
 (n, classes), or to (n, 1) when classes is 0 (regression).
+
+The loss is cross-entropy, or half the squared error, unless the class brings its own:
+
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor: ...
+
+maps the outputs above and the targets (n,) to the loss of each record (n,). A record's loss may depend on that record
+and on the parameters, never on the records beside it.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,54 +26,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fairveil.errors import UserError, nearest, unknown
+from fairveil.networks import MODELS as MODELS
 from fairveil.options import shown
 from fairveil.plugins import load_object
 from fairveil.streams import Stream
-
-Features = Sequence[int]
-
-
-def logistic(features: Features, classes: int) -> nn.Module:
-    """Multinomial logistic regression."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(features), classes))
-
-
-def linear(features: Features, classes: int) -> nn.Module:
-    """Linear regression; with classes, the same as logistic."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(features), classes or 1))
-
-
-def mlp(features: Features, classes: int, hidden: int = 128) -> nn.Module:
-    """One hidden layer of ReLU units."""
-    width = math.prod(features)
-    return nn.Sequential(nn.Flatten(), nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, classes or 1))
-
-
-def cnn(features: Features, classes: int) -> nn.Module:
-    """The convolutional network of Malekmohammadi et al. (2024): 28,938 parameters for 28x28 and 10 classes.
-
-    The output layer adapts to other image sizes and channels.
-    """
-    if len(features) != 3 or min(features[1:]) < 4:
-        raise UserError(
-            f'model.name = "cnn" does not fit records of shape {tuple(features)}.',
-            "A convolution needs images (channels, height, width) of at least 4x4 pixels.",
-            'model.name = "mlp"',
-        )
-    channels, height, width = features
-    return nn.Sequential(
-        nn.Conv2d(channels, 16, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * (height // 4) * (width // 4), classes or 1),
-    )
-
-
-MODELS: dict[str, Callable[..., nn.Module]] = {f.__name__: f for f in (logistic, linear, mlp, cnn)}
 
 
 @dataclass(frozen=True)
@@ -91,12 +54,6 @@ class ModelSpec:
         factory = load_object("model.name", self.name) if ":" in self.name else MODELS.get(self.name)
         if factory is None:
             raise unknown("model.name", self.name, MODELS)
-        if self.name == "logistic" and not self.classes:
-            raise UserError(
-                'model.name = "logistic" does not fit a regression.',
-                "The target of this dataset is a number, not a class.",
-                'model.name = "linear"',
-            )
         _check_options(factory, self.options)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(stream.numpy.integers(2**63)))
@@ -135,6 +92,9 @@ class Model:
         self.shapes = [tuple(p.shape) for _, p in named]
         self.parameters = sum(p.numel() for _, p in named)
         self._check_output()
+        self._with_loss = _WithLoss(self.module) if hasattr(self.module, "record_losses") else None
+        if self._with_loss is not None:
+            self._check_own_loss()
 
     def initial(self, stream: Stream) -> Tensor:
         """Fresh parameters (p,)."""
@@ -151,7 +111,11 @@ class Model:
         return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
 
     def losses(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """The loss of each record (n,): cross-entropy, or half the squared error."""
+        """The loss of each record (n,): the module's own, or cross-entropy, or half the squared error."""
+        if self._with_loss is not None:
+            named = {f"module.{name}": value for name, value in parameters.items()}
+            own: Tensor = functional_call(self._with_loss, named, (x, y))
+            return own
         output = functional_call(self.module, dict(parameters), (x,))
         if self.spec.classes:
             return F.cross_entropy(output, y, reduction="none")
@@ -169,10 +133,16 @@ class Model:
         output: Tensor = functional_call(self.module, self.unflatten(weights), (x,))
         return output
 
+    def _trial(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Parameters a little off the start, where a layer that starts at zero would hide what it does; two records."""
+        start, features = self.flatten(self.module), self.spec.features
+        weights = start + 0.01 * torch.arange(self.parameters).cos()
+        records = torch.linspace(-1, 1, 2 * math.prod(features)).reshape(2, *features)
+        return weights, records, torch.arange(2) if self.spec.classes else torch.ones(2)
+
     def _check_output(self) -> None:
         """Two records must give two rows: of the right width, the same each time, and the same when asked alone."""
-        weights = self.flatten(self.module)
-        records = torch.linspace(-1, 1, 2 * math.prod(self.spec.features)).reshape(2, *self.spec.features)
+        weights, records, _ = self._trial()
         buffers = {name: value.clone() for name, value in self.module.named_buffers()}
         try:
             output, again = self.predict(weights, records), self.predict(weights, records)
@@ -208,6 +178,56 @@ class Model:
                 "A record's score depends on the records beside it, so clipping would not bound what a record can do.",
                 "torch.nn.GroupNorm or LayerNorm in place of what averages over the batch",
             )
+
+    def _check_own_loss(self) -> None:
+        """The module's own loss must give two records two finite numbers, with a gradient, the same when alone."""
+        weights, x, y = self._trial()
+        parameters = self.unflatten(weights.requires_grad_())
+        name = f"model.name = {shown(self.spec.name)}"
+        try:
+            losses = self.losses(parameters, x, y)
+            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise UserError(
+                f"{name} has a record_losses that fails.",
+                f"It is called with outputs {(2, self.spec.classes or 1)} and targets (2,), and said: "
+                f"{str(error).splitlines()[0]}",
+                "def record_losses(self, output, y): ...",
+            ) from error
+        if shape != (2,) or not losses.is_floating_point():
+            raise UserError(
+                f"{name} has a record_losses that gives {shape if shape != (2,) else losses.dtype}.",
+                "Two records must give two losses (2,), floating point: each record's loss is clipped by itself.",
+                "leave out the mean or the sum over records (reduction='none')",
+            )
+        if not (losses.isfinite().all() and losses.requires_grad):
+            raise UserError(
+                f"{name} has a record_losses that "
+                f"{'has no gradient' if losses.isfinite().all() else f'gives {losses.tolist()}'}.",
+                "It was asked for two plain records at the start, where nothing could be trained from it.",
+                "a finite loss of torch operations on the output",
+            )
+        try:
+            alone = torch.cat([self.losses(parameters, x[i : i + 1], y[i : i + 1]) for i in range(2)])
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            alone = torch.full_like(losses, math.nan)  # it cannot do with one record
+        if not torch.allclose(losses, alone, rtol=1e-3, atol=1e-5):
+            raise UserError(
+                f"{name} has a record_losses that mixes the records of a batch.",
+                "A record's loss depends on the records beside it, so clipping would not bound what a record can do.",
+                "a loss of each record's own output and target",
+            )
+
+
+class _WithLoss(nn.Module):
+    """A module and its own loss as one, so that a loss that reads parameters (a penalty) reads those of the vector."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.module.record_losses(self.module(x), y)  # type: ignore[operator]
 
 
 def _check_options(factory: Callable[..., nn.Module], options: Mapping[str, Any]) -> None:

@@ -8,9 +8,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from fairveil.data.federation import Records
+from fairveil.models import Model
 from fairveil.privacy.mechanisms import ClientMechanism, CohortSums
 from fairveil.privacy.release import Kept, Reply
 from fairveil.session import Member
+
+EVALUATED = 500  # test records that are scored at once
 
 
 def local_update(members: Sequence[Member]) -> list[Reply]:
@@ -45,19 +49,32 @@ def bounded_update(members: Sequence[Member]) -> list[Reply]:
 def evaluate(members: Sequence[Member]) -> list[Reply]:
     """Score a model on each client's test records. Nothing leaves: the numbers are diagnostics.
 
-    The model is the input "model", or the client's personal "model" where no input is given.
+    The model is the input "model", or the client's personal "model" where no input is given. A client without test
+    records is not scored.
     """
     replies = []
     for member in members:
         weights = cast(Tensor, member.inputs.get("model", member.personal.get("model")))
         records = member.data.test
-        with torch.no_grad():
-            losses = member.model.losses(member.model.unflatten(weights), records.x, records.y)
+        if not len(records.y):
+            replies.append(Reply(Kept(), diagnostics={"n": 0.0}))
+            continue
+        output, losses = _tested(member.model, weights, records)
         scores = {"loss": float(losses.double().mean()), "n": float(len(records.y))}
         if member.model.spec.classes:
-            right = member.model.predict(weights, records.x).argmax(dim=1) == records.y
-            scores["accuracy"] = float(right.double().mean())
+            scores["accuracy"] = float((output.argmax(dim=1) == records.y).double().mean())
         else:
-            scores["rmse"] = float((2 * losses.double()).mean().sqrt())
+            error = output.squeeze(1).double() - records.y.double()
+            scores["rmse"] = float(error.square().mean().sqrt())
         replies.append(Reply(Kept(), diagnostics=scores))
     return replies
+
+
+@torch.no_grad()
+def _tested(model: Model, weights: Tensor, records: Records) -> tuple[Tensor, Tensor]:
+    """Outputs (n, ...) and losses (n,), a few hundred records at a time: a large test set need not fit a network."""
+    parameters = model.unflatten(weights)
+    parts = list(zip(records.x.split(EVALUATED), records.y.split(EVALUATED), strict=True))
+    outputs = [model.predict(weights, x) for x, _ in parts]
+    losses = [model.losses(parameters, x, y) for x, y in parts]
+    return torch.cat(outputs), torch.cat(losses)

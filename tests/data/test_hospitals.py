@@ -111,7 +111,7 @@ def test_heart_disease_runs(runs: Path, algorithm: str) -> None:
     accuracy = result.metrics["accuracy"]
     assert set(accuracy.by_group) == {"cleveland", "hungarian", "switzerland", "va"}
     assert result.statement.epsilon <= 4 and result.statement.record == "one patient"
-    assert accuracy.mean > 0.6  # always answering "disease" gives 0.64 of 4 unweighted hospitals, "none" 0.36
+    assert accuracy.mean > 0.7  # "disease" for everybody is right for 0.62, averaged over hospitals
 
 
 @charges
@@ -124,5 +124,5 @@ def test_3337_hospitals_plan_run_and_report_in_two_minutes(runs: Path, algorithm
     result = run_plan(plan, runs=runs)
     assert time.perf_counter() - began < 120
     assert result.clients == 3337 and result.metrics["rmse"].clients == 3242
-    assert result.main[0] == "rmse" and result.metrics["rmse"].mean < 1.0  # answering 10, a constant, gives about 0.9
+    assert result.main[0] == "rmse" and result.metrics["rmse"].mean < 0.70  # the best constant has 0.70
     assert result.statement.units == 3337 and result.statement.epsilon <= 4

@@ -170,8 +170,8 @@ class PowerLaw(Split):
 class OneClass(Split):
     """Every client holds rows of one class, and is tested on the test rows of that class; groups are the classes.
 
-    Du, Xiang, Wu, "Mitigating Unfairness in Differentially-Private Federated Learning", make the samples of one
-    label one client. With several clients for a class, its training rows are dealt out among them in equal
+    Du, Xiang, Wu, "Mitigating Unfairness in Differentially-Private Federated Learning", 2025, make the samples of
+    one label one client. With several clients for a class, its training rows are dealt out among them in equal
     shares; they are tested on the same rows.
 
     Attributes:

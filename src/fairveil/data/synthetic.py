@@ -146,7 +146,7 @@ class Synthetic(Generated):
 
     Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", 2020;
     with alpha = beta = 1 and 100 clients in Du, Xiang, Wu, "Mitigating Unfairness in Differentially-Private
-    Federated Learning". For client k:
+    Federated Learning", 2025. For client k:
 
         y = argmax(softmax(W_k x + b_k)),  W_k, b_k ~ N(u_k, 1) elementwise,  u_k ~ N(0, alpha)
         x ~ N(v_k, Sigma),  Sigma = diag(j^-1.2),  v_k ~ N(B_k, 1) elementwise,  B_k ~ N(0, beta)

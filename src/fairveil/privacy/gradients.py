@@ -16,7 +16,9 @@ from fairveil.options import shown
 if TYPE_CHECKING:
     from fairveil.models import Model
 
-MICRO_BATCH = 64  # records whose gradients are held at once, so that memory does not grow with the batch
+# Records whose gradients are held at once, so that memory does not grow with the batch: at most so many, and at most
+# so many numbers in all (a ResNet-18 of 11 million parameters would need 9 GB for 64 of them).
+MICRO_BATCH, MICRO_NUMBERS = 64, 1 << 26
 ROUNDING = 1 - 1e-6  # a record's float32 gradient depends on its batch in the last bits; this keeps the sum in bounds
 
 
@@ -44,8 +46,9 @@ def clipped_sum(model: Model, weights: Tensor, x: Tensor, y: Tensor, clip_norm: 
     """
     total = torch.zeros_like(weights, dtype=torch.float64)
     clipped = not_finite = 0
-    for start in range(0, len(y), MICRO_BATCH):
-        records = slice(start, start + MICRO_BATCH)
+    at_once = max(1, min(MICRO_BATCH, MICRO_NUMBERS // len(weights)))
+    for start in range(0, len(y), at_once):
+        records = slice(start, start + at_once)
         gradients = record_gradients(model, weights, x[records], y[records])
         norm = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64)
         finite = torch.isfinite(norm)
