@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fairveil
-from fairveil.cli import RoundBar, print_result
+from fairveil.terminal import RoundBar, print_result
 
 EXAMPLES = Path(__file__).parent / "digits"
 

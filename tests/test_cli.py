@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from fairveil import cli
+from fairveil import cli, terminal
 
 Fairveil = Callable[..., tuple[int, str, str]]
 
@@ -21,8 +22,10 @@ def fairveil(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["fairveil", *arguments])
-        monkeypatch.setattr(cli, "out", cli.Console(highlight=False, width=300))
-        monkeypatch.setattr(cli, "err", cli.Console(highlight=False, width=300, stderr=True))
+        for name, stderr in (("out", False), ("err", True)):
+            console = Console(highlight=False, width=300, stderr=stderr)
+            for module in (cli, terminal):
+                monkeypatch.setattr(module, name, console)
         with pytest.raises(SystemExit) as stopped:
             cli.main()
         printed = capsys.readouterr()

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
+
+from fairveil.terminal import (
+    ByteBar,
+    RoundBar,
+    err,
+    first_line,
+    out,
+    print_json,
+    print_result,
+    print_rows,
+    print_statement,
+)
+
+if TYPE_CHECKING:
+    from fairveil.config import RunConfig
 
 app = typer.Typer(
     name="fairveil",
@@ -19,8 +33,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
-
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML config; see `fairveil new`.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the config.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
@@ -67,9 +79,9 @@ def plan(config: Config, settings: Settings = None, as_json: AsJson = False) -> 
     from fairveil.config import load_config
     from fairveil.plan import make_plan
 
-    planned = make_plan(load_config(config, settings or ()))
+    planned = make_plan(_with_data(load_config(config, settings or ())))
     if as_json:
-        _print_json(planned.to_json())
+        print_json(planned.to_json())
         return
     statement, size = planned.statement(), planned.facts.size
     out.print(
@@ -87,6 +99,18 @@ def plan(config: Config, settings: Settings = None, as_json: AsJson = False) -> 
     if noise["smallest"] != noise["largest"]:
         out.print(f"Noise multipliers from {noise['smallest']:.4f} to {noise['largest']:.4f}, by declared size.")
     print_statement(statement)
+
+
+def _with_data(config: RunConfig) -> RunConfig:
+    """The config, once the files of its dataset are here: they are downloaded under a bar of their own."""
+    from fairveil.data.archive import Stored
+    from fairveil.data.datasets import find_dataset
+
+    dataset = find_dataset(config.data.dataset)
+    if issubclass(dataset, Stored) and "folder" not in config.data.options and dataset.archive.missing():
+        with ByteBar() as bar:
+            dataset.archive.fetch(tell=bar.show)
+    return config
 
 
 @app.command()
@@ -112,18 +136,47 @@ def run(
     if not resume and config.is_dir():
         raise UserError(f"{config} is a folder.", "A new run starts from a config.", f"fairveil run {config} --resume")
     try:
+        wanted = None if resume else _with_data(load_config(config, settings or ()))
         with RoundBar() as bar:
-            if resume:
+            if wanted is None:
                 result = resume_run(config, runs=runs, progress=bar.show)
             else:
-                result = run_plan(make_plan(load_config(config, settings or ())), runs=runs, progress=bar.show)
+                result = run_plan(make_plan(wanted), runs=runs, progress=bar.show)
     except (Interrupted, KeyboardInterrupt) as stopped:
         err.print(str(stopped) or "Stopped. `fairveil list runs` shows what was begun.", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
     if as_json:
-        _print_json(result.to_json())
+        print_json(result.to_json())
     else:
         print_result(result)
+
+
+@app.command()
+def sweep(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The TOML config of a sweep; see docs/sweeps.md.")],
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; one for each core if left out.")] = None,
+    sweeps: Annotated[Path, typer.Option(help="Where sweep folders are made.")] = Path("sweeps"),
+    as_json: AsJson = False,
+) -> None:
+    """Run variants x grid x seeds. What is finished is kept: the same command goes on after any interruption."""
+    from fairveil.run import Interrupted
+    from fairveil.sweep import load_sweep, run_sweep
+    from fairveil.sweep.display import Display, print_sweep
+
+    try:
+        loaded = load_sweep(config)
+        with Display(loaded, err) as display:
+            result = run_sweep(loaded, sweeps / loaded.name, jobs, display)
+    except (Interrupted, KeyboardInterrupt) as stopped:
+        again = f"{stopped or 'Stopped.'} Go on with:\n  {shlex.join(['fairveil', *sys.argv[1:]])}"
+        err.print(again, markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        print_json(result.to_json())
+    else:
+        print_sweep(result, loaded, out)
+    if result.failures:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -155,10 +208,55 @@ def account(
         accountant=accountant,
     )  # fmt: skip
     if as_json:
-        _print_json(answer)
+        print_json(answer)
     else:
         for key, value in answer.items():
             out.print(f"{key:18}{value}", markup=False)
+
+
+data = typer.Typer(no_args_is_help=True, help="The files of published datasets: list, get and check them.")
+app.add_typer(data, name="data")
+
+Folder = Annotated[Path | None, typer.Option(help="Where the files are, or their folder. Else the usual places.")]
+
+
+@data.command("list")
+def list_data(as_json: AsJson = False) -> None:
+    """The datasets that are files, and where they are or how they can be had."""
+    from fairveil.data.archive import stored
+    from fairveil.data.datasets import DATASETS
+
+    found = stored(DATASETS).items()
+    print_rows([{"name": name, "what": first_line(cls), **cls.archive.summary()} for name, cls in found], as_json)
+
+
+@data.command("get")
+def get_data(name: Annotated[str, typer.Argument(help="See `fairveil data list`.")], folder: Folder = None) -> None:
+    """Download what is missing of a dataset, and check it."""
+    from fairveil.data.archive import archive_of
+    from fairveil.data.datasets import find_dataset
+
+    with ByteBar() as bar:
+        files = archive_of(name, find_dataset(name)).fetch(folder, bar.show)
+    for path, downloaded in files.items():
+        out.print(f"{'downloaded:' if downloaded else 'there already:':15}{path}", markup=False, soft_wrap=True)
+
+
+@data.command("check")
+def check_data(
+    name: Annotated[str | None, typer.Argument(help="A dataset; all of them if left out.")] = None,
+    folder: Folder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Whether the files that are found are the ones published, by their checksums."""
+    from fairveil.data.archive import archive_of, check_all, stored
+    from fairveil.data.datasets import DATASETS, find_dataset
+
+    archives = [archive_of(name, find_dataset(name))] if name else [c.archive for c in stored(DATASETS).values()]
+    rows = check_all(archives, folder)
+    print_rows(rows, as_json)
+    if any(row["state"] == "wrong" for row in rows):
+        raise typer.Exit(1)
 
 
 listing = typer.Typer(no_args_is_help=True, help="What there is to choose from.")
@@ -172,9 +270,9 @@ def list_algorithms(as_json: AsJson = False) -> None:
 
     rows = []
     for name, cls in sorted(ALGORITHMS.items()):
-        what = _first_line(sys.modules[cls.__module__])
+        what = first_line(sys.modules[cls.__module__])
         rows.append({"name": name, "what": what, "protects": f"each {cls.unit}", "trusts": cls.trust})
-    _print_rows(rows, as_json)
+    print_rows(rows, as_json)
 
 
 @listing.command("models")
@@ -182,7 +280,7 @@ def list_models(as_json: AsJson = False) -> None:
     """The models."""
     from fairveil.models import MODELS
 
-    _print_rows([{"name": name, "what": _first_line(f)} for name, f in sorted(MODELS.items())], as_json)
+    print_rows([{"name": name, "what": first_line(f)} for name, f in sorted(MODELS.items())], as_json)
 
 
 @listing.command("datasets")
@@ -190,7 +288,7 @@ def list_datasets(as_json: AsJson = False) -> None:
     """The datasets."""
     from fairveil.data.datasets import DATASETS
 
-    _print_rows([{"name": name, "what": _first_line(d)} for name, d in sorted(DATASETS.items())], as_json)
+    print_rows([{"name": name, "what": first_line(d)} for name, d in sorted(DATASETS.items())], as_json)
 
 
 @listing.command("runs")
@@ -211,7 +309,7 @@ def list_runs(
                 "state": "finished" if values else f"unfinished: fairveil run {path.parent} --resume",
             }
         )
-    _print_rows(rows, as_json)
+    print_rows(rows, as_json)
 
 
 @app.command()
@@ -224,7 +322,7 @@ def check(
 
     results = check_algorithm(name, tell=lambda text: err.print(text, markup=False))
     if as_json:
-        _print_json(
+        print_json(
             {
                 "algorithm": name,
                 "passed": all(r.passed for r in results),
@@ -232,85 +330,9 @@ def check(
             }
         )
     else:
-        _print_rows(
+        print_rows(
             [{"": "ok" if r.passed else "FAILED", "check": r.what, "detail": r.detail} for r in results],
             False,
         )
     if not all(r.passed for r in results):
         raise typer.Exit(1)
-
-
-class RoundBar:
-    """The progress bar: rounds, epsilon spent and planned, the worst group."""
-
-    def __enter__(self) -> RoundBar:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self.bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"), console=err,
-        )  # fmt: skip
-        self.bar.start()
-        self.task = self.bar.add_task("planning", total=None, note="")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.stop()
-
-    def show(self, report: Any) -> None:
-        """Take the report of a round."""
-        from fairveil.privacy.statement import rounded_up
-
-        note = f"epsilon {rounded_up(report.epsilon_spent)} of {rounded_up(report.epsilon)}"
-        if report.summary:
-            worst = report.summary.by_group[report.summary.worst_group]
-            note += f"  worst group {worst:.3f}"
-        self.bar.update(self.task, description="rounds", completed=report.round, total=report.rounds, note=note)
-
-
-def print_statement(statement: Any) -> None:
-    """The guarantee and what it rests on, a line each."""
-    table = Table.grid(padding=(0, 2))
-    for heading, text in statement.lines():
-        table.add_row(f"[bold]{heading}[/]", Text(text))
-    out.print(table)
-
-
-def print_result(result: Any) -> None:
-    """The guarantee, the figures by group, the worst group, the folder."""
-    metric, summary = result.main
-    print_statement(result.statement)
-    table = Table(title=f"{result.algorithm}: {metric} by group", title_justify="left")
-    table.add_column("group")
-    table.add_column(metric, justify="right")
-    for group, value in summary.by_group.items():
-        table.add_row(group + ("  (worst)" if group == summary.worst_group else ""), f"{value:.3f}")
-    table.add_section()
-    table.add_row(f"mean over {summary.clients:,} clients", f"{summary.mean:.3f}")
-    table.add_row("worst client", f"{summary.worst:.3f}")
-    table.add_row("largest gap between clients", f"{summary.disparity:.3f}")
-    out.print(table)
-    if summary.clients < result.clients:
-        out.print(f"{result.clients - summary.clients:,} clients have no test records and are not scored.")
-    out.print(f"Worst group: {summary.worst_group} ({metric} {summary.by_group[summary.worst_group]:.3f})")
-    out.print(f"Run folder: {result.folder}", soft_wrap=True)
-
-
-def _first_line(documented: Any) -> str:
-    return str(documented.__doc__ or "").strip().splitlines()[0]
-
-
-def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
-    if as_json:
-        _print_json(rows)
-        return
-    table = Table()
-    for column in rows[0] if rows else ():
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    out.print(table if rows else "none", markup=False)
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")

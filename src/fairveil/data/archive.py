@@ -110,6 +110,10 @@ class Archive:
             return self.unpacked if all(self.find(asset, folder) for asset in self.unpacked) else self.assets
         return self.assets
 
+    def missing(self, folder: Path | None = None) -> bool:
+        """Whether a file of it, or of what it needs, is nowhere to be found."""
+        return any(one.find(asset, folder) is None for one in (*self.also, self) for asset in one.files(folder))
+
     def read(self, name: str, folder: Path | None = None) -> bytes:
         """The checked, uncompressed bytes of a file; downloaded if it is missing, unless a folder was given.
 
@@ -201,7 +205,8 @@ class Archive:
             into.mkdir(parents=True, exist_ok=True)
             lock = (into / f"{asset.name}.lock").open("w")
         with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with disk_faults(into):  # not every disk over a network has locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
             data, wrong = asset.read(target)
             if not wrong:
                 return data  # another process was first

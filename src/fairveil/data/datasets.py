@@ -11,6 +11,8 @@ import torch
 from fairveil.data.federation import Dataset, Federation, Pool, Records
 from fairveil.data.files import File
 from fairveil.data.hospitals import HeartDisease, HospitalCharges
+from fairveil.data.images import Cifar10, Cifar10Subset, FashionMnist, Mnist, Usps
+from fairveil.data.natural import OfficeCaltech, QmnistWriters, Vehicle
 from fairveil.data.partition import Split, parse_split
 from fairveil.data.synthetic import GaussianClusters, LinearClusters, Synthetic
 from fairveil.errors import UserError, unknown
@@ -41,13 +43,21 @@ class Digits(Dataset):
 
 
 DATASETS: dict[str, type[Dataset]] = {
+    "cifar10": Cifar10,
+    "cifar10-subset": Cifar10Subset,
     "digits": Digits,
+    "fashion-mnist": FashionMnist,
     "file": File,
     "gaussian-clusters": GaussianClusters,
     "heart-disease": HeartDisease,
     "hospital-charges": HospitalCharges,
     "linear-clusters": LinearClusters,
+    "mnist": Mnist,
+    "office-caltech10": OfficeCaltech,
+    "qmnist-writers": QmnistWriters,
     "synthetic": Synthetic,
+    "usps": Usps,
+    "vehicle": Vehicle,
 }
 
 

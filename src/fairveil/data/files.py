@@ -6,7 +6,7 @@ What is missing, infinite, not a number or ambiguous is an error that says where
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from pydantic import Field, PositiveFloat
 
 from fairveil.data.columns import AnyColumn, Prepared, prepare
 from fairveil.data.federation import Dataset, Federation, Records, Standardise
-from fairveil.data.partition import owned
+from fairveil.data.partition import TestFraction, owned
 from fairveil.data.tables import numeric, pick, read_columns
 from fairveil.errors import UserError
 from fairveil.options import shown
@@ -51,7 +51,7 @@ class File(Dataset):
     statistics_noise: PositiveFloat = 10.0
     group: str | None = None
     task: Literal["classification", "regression"] = "classification"
-    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    test_fraction: TestFraction = 0.2
 
     def load(self, seed: int) -> Federation:
         """Read, check, and set test records aside."""

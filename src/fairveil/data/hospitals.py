@@ -6,16 +6,15 @@ How a column becomes a number is declared here, from medical and public knowledg
 from __future__ import annotations
 
 import io
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from fairveil.data.archive import Archive, Asset, Stored
 from fairveil.data.columns import Category, Declared, Range, prepare
 from fairveil.data.federation import Federation, Records
-from fairveil.data.partition import owned
+from fairveil.data.partition import TestFraction, owned
 
 HEART = Archive(
     name="heart-disease",
@@ -37,7 +36,6 @@ CHARGES = Archive(
     source="Inpatient charge data of the fiscal year 2011, Centers for Medicare and Medicaid Services, as one parquet "
     "file.",
 )
-TestFraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 class HeartDisease(Stored):

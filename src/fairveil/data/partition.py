@@ -23,6 +23,8 @@ from fairveil.errors import UserError, nearest
 from fairveil.options import parse, shown
 from fairveil.streams import Stream
 
+TestFraction = Annotated[float, Field(gt=0, lt=1)]  # of each client's records: kept for testing
+
 
 def held_out(held: np.ndarray, fraction: float) -> np.ndarray:
     """(clients,) how many of each client's records are for testing; at least one stays on each side.

@@ -79,7 +79,8 @@ class Columns:
         """The federation of these clients, fingerprinted by data, shares and shifts; `more` as in Federation."""
         held = (self.held.rows, self.held.start) if self.held is not None else ("common test set",)
         shifts = [part for shift in self.shifts for part in (float(shift.degrees), shift.offset)]
-        data = (self.train.x, self.train.y, self.test.x, self.test.y, self.classes)
+        test = () if self.test is self.train else (self.test.x, self.test.y)  # hashed once
+        data = (self.train.x, self.train.y, *test, self.classes)
         mark = fingerprint(*data, self.share.rows, self.share.start, *held, self.group, *groups, *shifts)
         features = tuple(self.train.x.shape[1:])
         return Federation(name, self.share.size, self.group, groups, features, self.classes, self, mark, **more)

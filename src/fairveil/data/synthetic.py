@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from fairveil.data.federation import ClientData, Dataset, Federation, Records, fingerprint
-from fairveil.data.partition import held_out
+from fairveil.data.partition import TestFraction, held_out
 from fairveil.streams import Stream
 
 
@@ -171,7 +171,7 @@ class Synthetic(Generated):
     features: PositiveInt = 60
     classes: Annotated[int, Field(ge=2)] = 10
     max_records: Annotated[int, Field(ge=50)] = 10_000
-    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    test_fraction: TestFraction = 0.2
 
     def load(self, seed: int) -> Federation:
         """Sizes are drawn here, records when a client is loaded."""

@@ -1,0 +1,111 @@
+"""What the command line shows: progress, guarantees, results, tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+
+
+class RoundBar:
+    """The progress bar: rounds, epsilon spent and planned, the worst group."""
+
+    def __enter__(self) -> RoundBar:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"), console=err,
+        )  # fmt: skip
+        self.bar.start()
+        self.task = self.bar.add_task("planning", total=None, note="")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def show(self, report: Any) -> None:
+        """Take the report of a round."""
+        from fairveil.privacy.statement import rounded_up
+
+        note = f"epsilon {rounded_up(report.epsilon_spent)} of {rounded_up(report.epsilon)}"
+        if report.summary:
+            worst = report.summary.by_group[report.summary.worst_group]
+            note += f"  worst group {worst:.3f}"
+        self.bar.update(self.task, description="rounds", completed=report.round, total=report.rounds, note=note)
+
+
+class ByteBar:
+    """The progress of downloads, a line for each file."""
+
+    def __enter__(self) -> ByteBar:
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+        self.bar = Progress(*columns, console=err)
+        self.bar.start()
+        self.tasks: dict[str, Any] = {}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def show(self, file: str, done: int, total: int | None) -> None:
+        """Take what there is of a file."""
+        if file not in self.tasks:
+            self.tasks[file] = self.bar.add_task(file)
+        self.bar.update(self.tasks[file], completed=done, total=total)
+
+
+def print_statement(statement: Any) -> None:
+    """The guarantee and what it rests on, a line each."""
+    table = Table.grid(padding=(0, 2))
+    for heading, text in statement.lines():
+        table.add_row(f"[bold]{heading}[/]", Text(text))
+    out.print(table)
+
+
+def print_result(result: Any) -> None:
+    """The guarantee, the figures by group, the worst group, the folder."""
+    metric, summary = result.main
+    print_statement(result.statement)
+    table = Table(title=f"{result.algorithm}: {metric} by group", title_justify="left")
+    table.add_column("group")
+    table.add_column(metric, justify="right")
+    for group, value in summary.by_group.items():
+        table.add_row(group + ("  (worst)" if group == summary.worst_group else ""), f"{value:.3f}")
+    table.add_section()
+    table.add_row(f"mean over {summary.clients:,} clients", f"{summary.mean:.3f}")
+    table.add_row("worst client", f"{summary.worst:.3f}")
+    table.add_row("largest gap between clients", f"{summary.disparity:.3f}")
+    out.print(table)
+    if summary.clients < result.clients:
+        out.print(f"{result.clients - summary.clients:,} clients have no test records and are not scored.")
+    out.print(f"Worst group: {summary.worst_group} ({metric} {summary.by_group[summary.worst_group]:.3f})")
+    out.print(f"Run folder: {result.folder}", soft_wrap=True)
+
+
+def first_line(documented: Any) -> str:
+    return str(documented.__doc__ or "").strip().splitlines()[0]
+
+
+def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_json(rows)
+        return
+    table = Table()
+    for number, column in enumerate(rows[0] if rows else ()):
+        table.add_column(column, no_wrap=number == 0, overflow="fold")  # what one types next is shown whole
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    out.print(table if rows else "none", markup=False)
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
