@@ -91,6 +91,6 @@ def test_client_level_prices_clients_and_says_that_a_record_may_be_with_several(
 def test_overlapping_clients_of_different_sizes_are_refused() -> None:
     """One client's releases stand for those of every holder, which holds among equals only."""
     with pytest.raises(ValueError, match="equally many"):
-        Federation("x", np.array([1, 2]), np.zeros(2, int), ("all",), (1,), 2, None, "", holders=2)  # type: ignore[arg-type]
+        Federation("x", np.array([1, 2]), np.zeros(2, int), ("all",), (1,), 2, None, "", holders=2, originals=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot be held"):
-        Federation("x", np.array([2, 2]), np.zeros(2, int), ("all",), (1,), 2, None, "", holders=3)  # type: ignore[arg-type]
+        Federation("x", np.array([2, 2]), np.zeros(2, int), ("all",), (1,), 2, None, "", holders=3, originals=2)  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def exact(federation: Federation) -> tuple[float, float]:
 
 def test_the_statistics_are_planned_and_priced_with_everything_else(config: dict[str, Any]) -> None:
     plan = make_plan(make_config(config))
-    moments = NoisyMoments((0,), 3.0)
+    moments = NoisyMoments(((0, None),), 3.0)
     assert all(releases[moments] == 1 for releases in plan.releases.values())
     events = Counter({m.event: n for m, n in plan.releases[0].items()})
     assert plan.price.epsilon == price(events, 1e-3).epsilon > price(events - Counter({moments.event: 1}), 1e-3).epsilon
@@ -82,7 +82,7 @@ def test_clients_release_once_and_train_on_what_was_standardised(
 ) -> None:
     if algorithm:
         config["algorithm"] = algorithm
-    config["data"]["options"]["statistics_noise"] = 1e-3  # next to nothing, so that the figures can be checked
+    config["data"]["options"]["statistics_noise"] = 0.01  # next to nothing, so that the figures can be checked
     made = make_config(config)
     result = start_run(made, runs=runs)
     with Store(result.folder) as store:
@@ -92,20 +92,38 @@ def test_clients_release_once_and_train_on_what_was_standardised(
     with safe_open(result.folder / "models" / "served.safetensors", "pt") as file:
         used = json.loads(file.metadata()["fairveil"])["standardise"]
     mean, deviation = exact(made.build_federation())
-    assert used["columns"] == [0]
+    assert used["columns"] == [[0, None]]
     # client level weighs clients, not records; here all hold equally many
-    assert used["mean"] == pytest.approx([mean], abs=2e-3) and used["scale"] == pytest.approx([deviation], abs=2e-3)
+    assert used["mean"] == pytest.approx([mean], abs=0.02) and used["scale"] == pytest.approx([deviation], abs=0.02)
 
 
 def test_standardised_records_have_mean_0_and_deviation_1(config: dict[str, Any]) -> None:
     federation = make_config(config).build_federation()
-    assert federation.standardise == Standardise((0,), 3.0)
+    assert federation.standardise == Standardise(((0, None),), 3.0)
     mean, deviation = exact(federation)
     after = federation.standardised(np.array([mean]), np.array([deviation]))
     assert exact(after) == pytest.approx((0, 1), abs=1e-5) and after.standardise is None
     before, data = federation.load(2), after.load(2)
     assert torch.equal(data.train.x[:, 1], before.train.x[:, 1]) and torch.equal(data.test.y, before.test.y)
     assert torch.equal(federation.load(2).train.x, before.train.x)  # the records themselves are as they were
+
+
+def test_what_is_missing_counts_nowhere_and_stays_zero(config: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    table = pd.read_csv(path)
+    table.loc[table.index % 3 == 0, "pressure"] = np.nan
+    table.to_csv(path, index=False)
+    config["data"]["options"] |= {"prepare": {"pressure": BOUNDS | {"missing": []}}, "statistics_noise": 0.01}
+    made = make_config(config)
+    federation = made.build_federation()
+    assert federation.standardise == Standardise(((0, 1),), 0.01)
+    there = torch.cat([data.train.x[data.train.x[:, 1] == 0, 0] for data in map(federation.load, range(6))]).double()
+    result = start_run(made, runs=tmp_path / "runs")
+    with safe_open(result.folder / "models" / "served.safetensors", "pt") as file:
+        used = json.loads(file.metadata()["fairveil"])["standardise"]
+    assert used["mean"] == pytest.approx([float(there.mean())], abs=0.01)
+    x = federation.standardised(np.array(used["mean"]), np.array(used["scale"])).load(0).train.x
+    assert (x[x[:, 1] == 1, 0] == 0).all() and (x[x[:, 1] == 0, 0] != 0).all()
 
 
 @pytest.mark.parametrize("algorithm", [None, CLIENT_LEVEL])
@@ -138,7 +156,7 @@ def test_more_noise_for_the_budget_of_less_is_not_taken_back_later(config: dict[
     with Store(tmp_path / "run") as store:
         begin(plan, store)
         assert plan.federation.standardise is not None
-        object.__setattr__(plan.federation, "standardise", Standardise((0,), 2.9))
+        object.__setattr__(plan.federation, "standardise", Standardise(((0, None),), 2.9))
         with pytest.raises(PrivacyError, match="not planned"):
             drive(plan, store)
         assert len(store.ledger) == 0
@@ -152,4 +170,4 @@ def test_the_federation_sums_once_for_all_columns(config: dict[str, Any]) -> Non
     (releases,) = plan.releases.values()
     sums = [m for m in releases if isinstance(m, CohortSums) and m.parts[0].name == "moments"]
     assert len(sums) == 1 and releases[sums[0]] == 1
-    assert sums[0].parts[0].shape == (5,) and sums[0].parts[0].bound == pytest.approx(5**0.5)
+    assert sums[0].parts[0].shape == (6,) and sums[0].parts[0].bound == pytest.approx(6**0.5)

@@ -104,13 +104,14 @@ def troubles(base: dict[str, Any], *kinds: str, **sweep: Any) -> dict[str, Any]:
 
 
 def events(folder: Path) -> list[tuple[str, str]]:
-    """The log of the sweep: what happened, to which run."""
-    return [tuple(line.split()[1:]) for line in (folder / "sweep.log").read_text().splitlines()]  # type: ignore[misc]
+    """The log of the sweep: what happened, to which run; empty before there is one."""
+    log = folder / "sweep.log"
+    return [tuple(line.split()[1:]) for line in log.read_text().splitlines()] if log.exists() else []  # type: ignore[misc]
 
 
 def timeless(table: pd.DataFrame) -> pd.DataFrame:
-    """The results without the time that they took."""
-    return table.drop(columns="seconds")
+    """The results without the time that they took, and the commit, which may change while the tests run."""
+    return table.drop(columns=["seconds", "commit"])
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 60) -> None:
@@ -278,7 +279,16 @@ def test_the_table_holds_what_the_results_hold(finished: tuple[Sweep, SweepResul
             assert load_config(folder / "config.toml").digest() == cell.digest
             result = json.loads((folder / "result.json").read_text())
             assert (row["variant"], row[NOISE], row["seed"]) == (cell.variant, cell.point[NOISE], cell.seed)
-            for key in ("config_hash", "commit", "data_fingerprint", "algorithm", "rounds", "delta", "seconds"):
+            for key in (
+                "config_hash",
+                "commit",
+                "data_fingerprint",
+                "fairveil",
+                "algorithm",
+                "rounds",
+                "delta",
+                "seconds",
+            ):
                 assert row[key] == result[key]
             for key in ("epsilon", "epsilon_spent"):
                 assert row[key] == (math.inf if cell.point[NOISE] == 0 else result[key])
@@ -665,17 +675,18 @@ def test_killed_again_and_again(base: dict[str, Any], start: Callable[..., Comma
     path, folder, chance, kills = write(values), Path("sweeps/killed"), random.Random(0), 0
     cells: dict[Path, dict[str, tuple[int, int, int]]] = {}
     while True:
-        begun = len(events(folder)) if folder.exists() else 0
+        begun = len(events(folder))
         command = start(path, "--jobs", "2")
         if kills % 4:  # once in a while at any moment, else when runs are under way
-            wait_for(lambda: command.process.poll() is not None or len(events(folder)) > begun)  # noqa: B023
-        time.sleep(chance.uniform(0, 4))
+            goal = begun + chance.randint(2, 12)
+            wait_for(lambda: command.process.poll() is not None or len(events(folder)) >= goal)  # noqa: B023
+        time.sleep(chance.uniform(0, 0.5 if kills % 4 else 5))
         if command.process.poll() is None:
             kills += 1
         command.kill()
         assert "Traceback" not in command.text
-        starts = Counter(name for what, name in events(folder)[begun:] if what == "start") if folder.exists() else {}
-        assert not {cell.name for cell in cells} & set(starts)
+        started = {name for what, name in events(folder)[begun:] if what == "start"}
+        assert not {cell.name for cell in cells} & started
         for cell, files in cells.items():
             assert untouched(cell) == files
         cells = {result.parent: untouched(result.parent) for result in folder.glob("cells/*/result.json")}

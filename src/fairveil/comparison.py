@@ -49,9 +49,7 @@ def over_seeds(table: pd.DataFrame, points: Sequence[str], measures: Sequence[st
     return pd.DataFrame(rows, columns=names)
 
 
-def compare(
-    table: pd.DataFrame, points: Sequence[str], baseline: str, measures: Mapping[str, bool]
-) -> pd.DataFrame:  # fmt: skip
+def compare(table: pd.DataFrame, points: Sequence[str], baseline: str, measures: Mapping[str, bool]) -> pd.DataFrame:
     """Every other variant against the baseline at the same point, over the seeds that both have finished.
 
     A seed gives both the same split of the records, so what a split does to both cancels in the difference.

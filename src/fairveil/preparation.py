@@ -36,9 +36,8 @@ def feature_statistics(
     Record level: each client releases noisy sums over its records; added up, every record counts the same. Client
     level: the sum over clients of each one's means is noised once; every client counts the same.
     """
-    session.prepare()
     if federation:
-        columns = torch.tensor(standardise.columns)
+        columns = torch.tensor([(at, -1 if missing is None else missing) for at, missing in standardise.columns])
         sums = session.sum(
             share_moments, session.cohort(1.0), _cohort_moments(standardise), shared={"columns": columns}
         )
@@ -53,11 +52,15 @@ def release_moments(members: Sequence[Member]) -> list[Reply]:
 
 
 def share_moments(members: Sequence[Member]) -> list[Reply]:
-    """Each client shares the mean contribution of its records to the moments; input "columns": which features."""
+    """Each client shares the mean contribution of its records to the moments.
+
+    Input "columns" (d, 2): which features, each with the one that says where it is missing (-1: none).
+    """
     replies = []
     for member in members:
-        columns = cast(Tensor, member.inputs["columns"])
-        mean = contributions(member.data.train.x[:, columns]).mean(dim=0)
+        pairs = cast(Tensor, member.inputs["columns"]).tolist()
+        columns = tuple((column, None if missing < 0 else missing) for column, missing in pairs)
+        mean = contributions(member.data.train.x, columns).mean(dim=0)
         replies.append(Reply(cast(CohortSums, member.mechanism).share({"moments": mean})[0]))
     return replies
 
@@ -67,5 +70,5 @@ def _moments(standardise: Standardise) -> NoisyMoments:
 
 
 def _cohort_moments(standardise: Standardise) -> CohortSums:
-    d = len(standardise.columns)
-    return CohortSums((Part("moments", (1 + 2 * d,), bound(d), standardise.noise_multiplier),), 1.0)
+    shape, reach = (3 * len(standardise.columns),), bound(standardise.columns)
+    return CohortSums((Part("moments", shape, reach, standardise.noise_multiplier),), 1.0)

@@ -245,7 +245,7 @@ def _scales(plan: Plan, store: Store) -> tuple[np.ndarray, np.ndarray] | None:
     with _engine(plan, plan.federation) as engine:
         session = Session(
             plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=plan.config.seed,
-            root=plan.root, personal={}, observe=lambda client, task, diagnostics: None,
+            root=plan.root, personal={}, observe=lambda client, task, diagnostics: None, stage="preparation",
         )  # fmt: skip
         return feature_statistics(standardise, session, federation=plan.algorithm.unit == "client")
 
@@ -370,7 +370,7 @@ def _save_models(plan: Plan, store: Store, state: object, scales: tuple[np.ndarr
         "row_of_client": np.asarray(served.index).tolist(),
     }
     if scales and plan.federation.standardise:  # what its inputs must be standardised by
-        columns = list(plan.federation.standardise.columns)
+        columns = plan.federation.standardise.columns
         metadata["standardise"] = {"columns": columns, "mean": scales[0].tolist(), "scale": scales[1].tolist()}
     store.write("models/served.safetensors", save(tensors, {"fairveil": json.dumps(metadata)}))
 

@@ -159,30 +159,25 @@ class Session:
             two budgets under one noise would give the data away.
         personal: by client, as the runner saves it.
         observe: takes (client, task, diagnostics) to the metrics table.
+        stage: what requests are named by before a round begins; while it is empty nothing can be asked.
     """
 
     def __init__(
         self, facts: Facts, terms: Mapping[int, Terms], *, model: Model, engine: Engine, ledger: Ledger,
         seed: int, root: str, personal: dict[int, Mapping[str, Tensor]], observe: Observe,
-        public_tasks: Container[str] = (),
+        public_tasks: Container[str] = (), stage: str = "",
     ) -> None:  # fmt: skip
         self.facts, self.terms, self.model = facts, terms, model
         self._engine, self._ledger, self._observe, self._personal = engine, ledger, observe, personal
         self._seed, self._root, self._public_tasks = seed, root, public_tasks
         self._round = self._asked = 0
-        self._stage = ""  # what requests are named by; while it is empty nothing can be asked
+        self._stage = stage
         self._drawn: dict[Cohort, np.ndarray] = {}  # who is in the cohorts of this round that are not yet summed
 
     @property
     def round(self) -> int:
         """The number of this round, from 1; 0 in start()."""
         return self._round
-
-    def prepare(self) -> None:
-        """Let what comes before round 1 be asked; for the runner."""
-        if self._stage:
-            raise PrivacyError(f"{self._stage} has begun: what comes before it was asked or never will be")
-        self._stage = "preparation"
 
     def begin(self, number: int) -> None:
         """Start a round; for the runner. A round that is over does not come again."""

@@ -12,6 +12,7 @@ import pytest
 from fairveil.data.columns import Category, Declared, Prepared, Range, Standard, Text, prepare
 from fairveil.data.datasets import build_federation
 from fairveil.data.federation import Federation, Standardise
+from fairveil.data.shares import Columns
 from fairveil.errors import UserError
 
 
@@ -28,7 +29,7 @@ def refused(declared: Declared, values: list[Any]) -> UserError:
 def test_a_range_is_clipped_and_mapped() -> None:
     got = prepared(Range(low=20, high=80), [20, 50, 80, 10, 1e9])
     assert got.x.tolist() == [[-1], [0], [1], [-1], [1]] and got.names == ("a",)
-    assert "declared before the records were seen" in got.public.values()
+    assert "taken as chosen without a look at the records" in got.public.values()
 
 
 def test_what_is_missing_says_so_in_a_column_of_its_own() -> None:
@@ -46,7 +47,9 @@ def test_categories_are_a_public_list() -> None:
     words = prepared(Category(values=("yes", "no"), other=True, missing=("?",)), ["no", "perhaps", "?", None])
     assert words.x.tolist() == [[0, 1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 1]]
     error = refused(Category(values=(1, 2)), [1, 7, 8])
-    assert "2 values are not in the list" in error.what and "7.0 in row 2" in error.why and "other = true" in error.fix
+    assert (
+        "2 values are not in the list" in error.what and '"7.0" in row 2' in error.why and "other = true" in error.fix
+    )
     assert "holds text, but the column holds numbers" in refused(Category(values=("1",)), [1, 2]).what
 
 
@@ -57,7 +60,7 @@ def test_standard_takes_published_figures() -> None:
 
 def test_standard_with_bounds_is_left_to_what_the_clients_release() -> None:
     got = prepared(Standard(low=0, high=200), [100, 200, 999])
-    assert got.x.tolist() == [[0], [1], [1]] and got.to_standardise == (0,)
+    assert got.x.tolist() == [[0], [1], [1]] and got.to_standardise == ((0, None),)
 
 
 def test_standard_computed_without_noise_needs_a_reason_and_states_it() -> None:
@@ -78,6 +81,34 @@ def test_standard_must_say_where_its_figures_come_from(given: dict[str, Any]) ->
 def test_bounds_must_be_in_order(kind: type[Declared]) -> None:
     with pytest.raises(UserError, match="is not below high"):
         kind(low=1.0, high=1.0)  # type: ignore[call-arg]
+
+
+KINDS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "codes written as floats": ({"kind": "category", "values": [3, 6, 7], "other": True}, ["3.0", "6.0", "7.0", "3.0"]),
+    "codes and a word": ({"kind": "category", "values": ["3", "6"], "other": True}, ["3", "6", "3.0", "6"]),
+    "a sign for missing": ({"kind": "range", "low": 0, "high": 9, "missing": [-9, "?"]}, ["-9", "3", "-9.0", "5"]),
+    "released": ({"kind": "standard", "low": 0, "high": 9, "missing": []}, ["1", "2", "3", "NA"]),
+    "text": ({"kind": "text", "length": 3}, ["007", "7", "seven", "1.0"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("odd", ["unknown", "", "1e999", "7", "NA", "-9"])
+def test_one_odd_cell_changes_no_other_record(kind: str, odd: str, tmp_path: Path) -> None:
+    """A column whose type followed from all of its cells would give every client other features for one record."""
+    declared, cells = KINDS[kind]
+    declared = declared | {"missing": [*declared.get("missing", []), odd]}
+
+    def features(last: str) -> np.ndarray:
+        rows = [*cells * 3, last]
+        table = pd.DataFrame({"a": rows, "client": np.arange(13) % 3, "y": np.arange(13) % 2})
+        table.to_csv(tmp_path / "t.csv", index=False)
+        options = {"path": str(tmp_path / "t.csv"), "features": ["a"], "prepare": {"a": declared}}
+        source = build_federation("file", options, None, 0).source
+        assert isinstance(source, Columns)
+        return source.train.x.numpy()
+
+    assert np.array_equal(features(cells[0])[:-1], features(odd)[:-1])
 
 
 def test_words_get_numbers_that_do_not_depend_on_other_records() -> None:
@@ -124,7 +155,7 @@ def load(path: Path, **options: Any) -> Federation:
 def test_a_file_is_prepared_as_declared(table: Path) -> None:
     federation = load(table, prepare=PREPARE, statistics_noise=7.0)
     assert federation.features == (6,)  # age, three countries, dose and whether it is missing
-    assert federation.standardise == Standardise((0,), 7.0)
+    assert federation.standardise == Standardise(((0, None),), 7.0)
     x = federation.load(0).train.x
     assert (x[:, 1:4].sum(dim=1) == 1).all() and x.abs().max() <= 1
 

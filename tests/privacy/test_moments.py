@@ -19,6 +19,7 @@ from fairveil.privacy.mechanisms import Client
 from fairveil.privacy.moments import LEAST_DEVIATION, NoisyMoments, bound, contributions, mean_and_deviation
 from fairveil.streams import Stream
 
+ONE = ((0, None),)
 NASTY = [0.0, 1.0, -1.0, 1.5, -7.0, 1e30, math.inf, -math.inf, math.nan, 1e-30]
 
 
@@ -38,7 +39,8 @@ def released(mechanism: NoisyMoments, x: Tensor, seed: int = 0) -> Tensor:
 def test_removing_any_record_moves_the_sums_by_at_most_the_bound(d: int) -> None:
     """Brute force over neighbours, records of every kind among them; the bound is attained at the corners."""
     random = np.random.default_rng(d)
-    mechanism = NoisyMoments(tuple(range(d)), 0.0)
+    columns = tuple((column, None) for column in range(d))
+    mechanism = NoisyMoments(columns, 0.0)
     worst = 0.0
     for _ in range(20):
         rows = torch.from_numpy(random.choice([*NASTY, *random.uniform(-2, 2, 5)], (8, d)).astype(np.float32))
@@ -47,23 +49,27 @@ def test_removing_any_record_moves_the_sums_by_at_most_the_bound(d: int) -> None
         for out in range(8):
             rest = rows[[row for row in range(8) if row != out]]
             worst = max(worst, float(torch.linalg.vector_norm(whole - released(mechanism, rest))))
-    assert worst <= bound(d) * (1 + 1e-12)
-    assert worst == pytest.approx(bound(d), rel=1e-12) and bound(d) == math.sqrt(1 + 2 * d)
+    assert worst <= bound(columns) * (1 + 1e-12)
+    assert worst == pytest.approx(bound(columns), rel=1e-12) and bound(columns) == math.sqrt(3 * d)
 
 
 def test_contributions_are_count_values_and_squares() -> None:
-    x = torch.tensor([[0.5, -0.25], [2.0, float("nan")]])
-    assert contributions(x).tolist() == [[1, 0.5, -0.25, 0.25, 0.0625], [1, 1, 0, 1, 0]]
-    mechanism = NoisyMoments((1,), 0.0)
-    assert released(mechanism, x).tolist() == [2, -0.25, 0.0625]  # the columns it names, and no other
+    x = torch.tensor([[0.5, -0.25, 0], [2.0, float("nan"), 0], [0.5, 0.5, 1]])
+    both = ((0, None), (1, 2))  # the third says where the second is missing
+    assert contributions(x, both).tolist() == [
+        [1, 1, 0.5, -0.25, 0.25, 0.0625],
+        [1, 1, 1, 0, 1, 0],
+        [1, 0, 0.5, 0, 0.25, 0],
+    ]
+    assert released(NoisyMoments(((1, 2),), 0.0), x).tolist() == [2, -0.25, 0.0625]  # the columns it names, no other
 
 
 @pytest.mark.statistical
 def test_the_noise_has_the_stated_law() -> None:
     """Kolmogorov-Smirnov on 3,000 draws; false alarm 1e-4 (fixed seeds)."""
-    x, mechanism = torch.tensor([[0.5], [0.1]]), NoisyMoments((0,), 2.0)
+    x, mechanism = torch.tensor([[0.5], [0.1]]), NoisyMoments(ONE, 2.0)
     drawn = torch.stack([released(mechanism, x, seed) for seed in range(1000)])
-    noise = (drawn - contributions(x).sum(dim=0)) / (2.0 * bound(1))
+    noise = (drawn - contributions(x, ONE).sum(dim=0)) / (2.0 * bound(ONE))
     assert stats.kstest(noise.flatten().numpy(), "norm").pvalue > 1e-4
 
 
@@ -75,17 +81,17 @@ def test_the_price_is_that_of_one_gaussian(z: float, delta: float) -> None:
         normal = stats.norm.cdf
         return float(normal(0.5 / z - epsilon * z) - math.exp(epsilon) * normal(-0.5 / z - epsilon * z)) - delta
 
-    event = NoisyMoments((0, 3), z).event
+    event = NoisyMoments(((0, None), (3, None)), z).event
     assert event == dpa.GaussianDpEvent(z)
     assert price({event: 1}, delta).epsilon == pytest.approx(optimize.brentq(profile, 0, 50), rel=2e-3)
-    assert isinstance(NoisyMoments((0,), 0.0).event, dpa.NonPrivateDpEvent)
+    assert isinstance(NoisyMoments(ONE, 0.0).event, dpa.NonPrivateDpEvent)
 
 
 def test_mean_and_deviation_of_exact_sums_are_exact_and_of_noisy_ones_usable() -> None:
     x = torch.from_numpy(np.random.default_rng(0).uniform(-1, 1, (500, 3)).astype(np.float32))
-    mean, deviation = mean_and_deviation(contributions(x).sum(dim=0))
+    mean, deviation = mean_and_deviation(contributions(x, ((0, None), (1, None), (2, None))).sum(dim=0))
     assert mean == pytest.approx(x.double().mean(dim=0).numpy(), abs=1e-12)
     assert deviation == pytest.approx(x.double().std(dim=0, correction=0).numpy(), abs=1e-9)
-    odd: Any = torch.tensor([-3.0, 50.0, 0.0, -1.0, 0.0], dtype=torch.float64)  # what noise can do
+    odd: Any = torch.tensor([-3.0, 50.0, 50.0, 0.0, -1.0, 9.0], dtype=torch.float64)  # what noise can do
     mean, deviation = mean_and_deviation(odd)
     assert (np.abs(mean) <= 1).all() and (deviation >= LEAST_DEVIATION).all() and (deviation <= 1).all()

@@ -3,6 +3,9 @@
 Whatever is typed in the config (a range, a list of categories, a mean) is public by being written down before any
 record is seen. A statistic that is computed from the records is something else: it is either released, with noise and a
 price (`Standard` with bounds), or declared public, for a reason that the statement repeats (`Standard` with a reason).
+
+A declared column is read cell by cell. What becomes of a cell never depends on the cells of other records: a single odd
+one would otherwise turn a column of numbers into one of text, and change the features of every client.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
-from fairveil.data.tables import numeric
+from fairveil.data.tables import MISSING_NUMBER, numeric
 from fairveil.errors import UserError
 from fairveil.options import shown
 
@@ -49,7 +52,7 @@ class Declared(BaseModel, ABC):
         """What its columns are called, but for the one of missing values."""
 
     @abstractmethod
-    def encode(self, column: Column, absent: np.ndarray, name: str) -> np.ndarray:
+    def encode(self, cells: Cells, absent: np.ndarray, name: str) -> np.ndarray:
         """(n, width) float64; where `absent` (n,), anything finite."""
 
 
@@ -68,8 +71,8 @@ class Range(Declared):
     def names(self, name: str) -> list[str]:
         return [name]
 
-    def encode(self, column: Column, absent: np.ndarray, name: str) -> np.ndarray:
-        return _between(_numbers(column, absent, name), self.low, self.high)[:, None]
+    def encode(self, cells: Cells, absent: np.ndarray, name: str) -> np.ndarray:
+        return _between(cells.numbers(absent, name), self.low, self.high)[:, None]
 
 
 class Category(Declared):
@@ -91,15 +94,14 @@ class Category(Declared):
     def names(self, name: str) -> list[str]:
         return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for value in self.values]
 
-    def encode(self, column: Column, absent: np.ndarray, name: str) -> np.ndarray:
-        given, values = _comparable(column, self.values, f"{name}.values")
-        hit = given[:, None] == values[None, :]
+    def encode(self, cells: Cells, absent: np.ndarray, name: str) -> np.ndarray:
+        hit = cells.equal(self.values, f"{name}.values")
         strange = ~hit.any(axis=1) & ~absent
         if strange.any() and not self.other:
             row = int(strange.argmax())
             raise UserError(
                 f"data.options.prepare.{name}: {strange.sum():,} values are not in the list of categories.",
-                f"The first is {shown(given[row].item())} in row {row + 1:,}; the list is {shown(self.values)}.\n"
+                f"The first is {shown(cells.shown(row))} in row {row + 1:,}; the list is {shown(self.values)}.\n"
                 "A list made from the records would itself tell of them, so it is not completed here.",
                 f"add it to data.options.prepare.{name}.values, or other = true",
             )
@@ -140,8 +142,8 @@ class Standard(Declared):
     def names(self, name: str) -> list[str]:
         return [name]
 
-    def encode(self, column: Column, absent: np.ndarray, name: str) -> np.ndarray:
-        values = _numbers(column, absent, name)
+    def encode(self, cells: Cells, absent: np.ndarray, name: str) -> np.ndarray:
+        values = cells.numbers(absent, name)
         if self.low is not None and self.high is not None:
             return _between(values, self.low, self.high)[:, None]  # standardised later, by what is released
         mean, std = self.mean, self.std
@@ -167,11 +169,11 @@ class Text(Declared):
     def names(self, name: str) -> list[str]:
         return [f"{name}[{place}]" for place in range(self.length)]
 
-    def encode(self, column: Column, absent: np.ndarray, name: str) -> np.ndarray:
+    def encode(self, cells: Cells, absent: np.ndarray, name: str) -> np.ndarray:
         tokens = np.zeros((len(absent), self.length))
         known: dict[str, int] = {}
-        for row, text in enumerate(np.asarray(column, dtype=object)):
-            words = [] if absent[row] else re.findall(r"\w+", str(text).lower())[: self.length]
+        for row in np.flatnonzero(~absent).tolist():
+            words = re.findall(r"\w+", cells.shown(row).lower())[: self.length]
             for place, word in enumerate(words):
                 if word not in known:
                     digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
@@ -190,13 +192,14 @@ class Prepared:
     Attributes:
         x: (n, d) float32, all finite.
         names: of the d columns.
-        to_standardise: which of them are to be standardised by statistics that the clients release.
+        to_standardise: which of them are to be standardised by statistics that the clients release, each with the
+            column that says where it is missing.
         public: what was taken as public on the way, and why.
     """
 
     x: np.ndarray
     names: tuple[str, ...]
-    to_standardise: tuple[int, ...]
+    to_standardise: tuple[tuple[int, int | None], ...]
     public: Mapping[str, str]
 
 
@@ -215,19 +218,19 @@ def prepare(columns: Mapping[str, Column], chosen: Sequence[str], declared: Mapp
         )
     parts, names, released, public = [], [], [], {}
     for name in chosen:
-        column, how = columns[name], declared.get(name)
+        cells, how = Cells.of(columns[name]), declared.get(name)
         if how is None:
-            _check_numeric(column, name)
-        absent = _absent(column, how, name)
+            cells.numbers(cells.empty, name)  # a column of words is not one with missing numbers
+        absent = _absent(cells, how, name)
         if how is None:
-            parts.append(_numbers(column, absent, name)[:, None])
+            parts.append(cells.numbers(absent, name)[:, None])
             names.append(name)
             continue
-        encoded = how.encode(column, absent, name)
+        encoded = how.encode(cells, absent, name)
         encoded[absent] = 0.0
         if isinstance(how, Standard):
             if how.low is not None:
-                released.append(len(names))
+                released.append((len(names), None if how.missing is None else len(names) + 1))
             elif how.reason:
                 public[f"mean and standard deviation of {name} over all records, computed without noise"] = how.reason
         parts.append(encoded)
@@ -235,19 +238,86 @@ def prepare(columns: Mapping[str, Column], chosen: Sequence[str], declared: Mapp
         if how.missing is not None:
             parts.append(absent.astype(np.float64)[:, None])
             names.append(f"{name} missing")
+    x = np.concatenate(parts, axis=1)
+    _check_finite(x, names)
     if declared:
-        public["ranges, categories and constants of the columns"] = "declared before the records were seen"
-    return Prepared(np.concatenate(parts, axis=1).astype(np.float32), tuple(names), tuple(released), public)
+        public["ranges, categories and constants of the columns"] = "taken as chosen without a look at the records"
+    return Prepared(x.astype(np.float32), tuple(names), tuple(released), public)
 
 
-def _absent(column: Column, how: Declared | None, name: str) -> np.ndarray:
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """A column cell by cell.
+
+    Attributes:
+        number: (n,) float64; NaN where a cell is not a number.
+        text: (n,) the cells as they stand in the file; None if the file itself says that they are numbers.
+        empty: (n,) where there is nothing.
+    """
+
+    number: np.ndarray
+    text: np.ndarray | None
+    empty: np.ndarray
+
+    @classmethod
+    def of(cls, column: Column) -> Cells:
+        """The cells of a column."""
+        import pandas as pd
+
+        series = pd.Series(column)
+        empty = series.isna().to_numpy(dtype=bool)
+        if numeric(column):
+            return cls(np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan)), None, empty)
+        text = series.astype("object").where(~empty, "").astype(str)
+        return cls(np.asarray(pd.to_numeric(text, errors="coerce"), dtype=np.float64), text.to_numpy(object), empty)
+
+    def shown(self, row: int) -> str:
+        """A cell as text."""
+        return str(self.number[row]) if self.text is None else str(self.text[row])
+
+    def equal(self, values: Sequence[Value], key: str) -> np.ndarray:
+        """(n, values) where a cell equals a value: as numbers for a number, as text for a text."""
+        words = [value for value in values if isinstance(value, str)]
+        if words and self.text is None:
+            raise UserError(
+                f"data.options.prepare.{key} = {shown(list(values))} holds text, but the column holds numbers.",
+                "A number never equals a text, so these values would never be found.",
+                f"data.options.prepare.{key} = numbers",
+            )
+        columns = [self.text == value if isinstance(value, str) else self.number == value for value in values]
+        return np.stack([np.asarray(column, dtype=bool) for column in columns], axis=1)
+
+    def numbers(self, absent: np.ndarray, name: str) -> np.ndarray:
+        """(n,) float64, 0 where absent."""
+        values = np.where(absent, 0.0, self.number)
+        bad = ~(np.abs(values) <= np.finfo(np.float32).max)  # NaN, infinite, or so as float32
+        if not bad.any():
+            return values
+        row = int(bad.argmax())
+        if self.text is not None and np.isnan(values[row]):
+            first = shown(self.shown(row))
+            raise UserError(
+                f"data.options.features holds {shown(name)}, which is not numeric.",
+                f"{bad.sum():,} of its values are not numbers; the first is {first} in row {row + 1:,}.\n"
+                "A model takes numbers only.",
+                f'data.options.prepare.{name} = {{ kind = "category", values = [{first}] }} with all its values,\n'
+                f"  or missing = [{first}] in it, if that is what it stands for, or leave it out",
+            )
+        raise UserError(
+            f"data.options.path has {bad.sum():,} values in column {shown(name)} that are NaN or infinite.",
+            f"The first is in row {row + 1:,} (the first record is row 1).\n"
+            "One such value would turn every weight of the model into NaN.",
+            "fill them in or leave out those rows; or leave the column out of data.options.features",
+        )
+
+
+def _absent(cells: Cells, how: Declared | None, name: str) -> np.ndarray:
     """(n,) where the column has no value."""
-    import pandas as pd
-
-    absent = pd.isna(pd.Series(column)).to_numpy(dtype=bool)
+    absent = cells.empty
+    if cells.text is not None and how is not None and not how.holds_words:
+        absent = absent | np.isin(cells.text.astype(str), MISSING_NUMBER)
     if how is not None and how.missing:
-        given, signs = _comparable(column, how.missing, f"{name}.missing")
-        absent = absent | np.isin(given, signs)
+        absent = absent | cells.equal(how.missing, f"{name}.missing").any(axis=1)
     if absent.any() and (how is None or how.missing is None):
         raise UserError(
             f"data.options.path has {absent.sum():,} values in column {shown(name)} that are missing.",
@@ -259,50 +329,15 @@ def _absent(column: Column, how: Declared | None, name: str) -> np.ndarray:
     return absent
 
 
-def _numbers(column: Column, absent: np.ndarray, name: str) -> np.ndarray:
-    """(n,) float64, 0 where absent."""
-    import pandas as pd
-
-    _check_numeric(column, name)
-    values = np.asarray(pd.Series(column).to_numpy(dtype=np.float64, na_value=np.nan)).copy()
-    values[absent] = 0.0
-    bad = ~(np.abs(values) <= np.finfo(np.float32).max)  # NaN, infinite, or so as float32
+def _check_finite(x: np.ndarray, names: Sequence[str]) -> None:
+    """A tiny std can make any number too large."""
+    bad = ~(np.abs(x) <= np.finfo(np.float32).max).all(axis=0)
     if bad.any():
         raise UserError(
-            f"data.options.path has {bad.sum():,} values in column {shown(name)} that are NaN or infinite.",
-            f"The first is in row {int(bad.argmax()) + 1:,} (the first record is row 1).\n"
+            f"data.options.prepare makes values of {shown(names[int(bad.argmax())])} that are too large.",
             "One such value would turn every weight of the model into NaN.",
-            "fill them in or leave out those rows; or leave the column out of data.options.features",
+            "a larger std",
         )
-    return values
-
-
-def _check_numeric(column: Column, name: str) -> None:
-    if not numeric(column):
-        example = next((value for value in column if isinstance(value, str)), "")
-        raise UserError(
-            f"data.options.features holds {shown(name)}, which is not numeric.",
-            f"It holds {column.dtype} values such as {shown(example)}; a model takes numbers only.",
-            f'data.options.prepare.{name} = {{ kind = "category", values = [{shown(example)}] }} with all its values,\n'
-            "  or leave it out",
-        )
-
-
-def _comparable(column: Column, values: Sequence[Value], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """The column and a list of values in one type: numbers if the column holds numbers, else text."""
-    import pandas as pd
-
-    if not numeric(column):
-        return np.asarray(column, dtype=object).astype(str), np.array([str(value) for value in values])
-    words = [value for value in values if isinstance(value, str)]
-    if words:
-        raise UserError(
-            f"data.options.prepare.{key} = {shown(list(values))} holds text, but the column holds numbers.",
-            "A number never equals a text, so these values would never be found.",
-            f"data.options.prepare.{key} = numbers",
-        )
-    given = np.asarray(pd.Series(column).to_numpy(dtype=np.float64, na_value=np.nan))
-    return given, np.array(values, dtype=np.float64)
 
 
 def _between(values: np.ndarray, low: float, high: float) -> np.ndarray:

@@ -68,15 +68,16 @@ class Standardise:
     """Features that are to be brought to mean 0 and standard deviation 1 by statistics that the clients release.
 
     Attributes:
-        columns: which features, each within [-1, 1] by public bounds.
+        columns: which features, each within [-1, 1] by public bounds; each with the feature that is 1 where it is
+            missing (it stays 0 there, and does not count), or None.
         noise_multiplier: of the release, see `privacy.moments.NoisyMoments`.
     """
 
-    columns: tuple[int, ...]
+    columns: tuple[tuple[int, int | None], ...]
     noise_multiplier: float
 
     @classmethod
-    def of(cls, columns: tuple[int, ...], noise_multiplier: float) -> Standardise | None:
+    def of(cls, columns: tuple[tuple[int, int | None], ...], noise_multiplier: float) -> Standardise | None:
         """None if there is nothing to standardise."""
         return cls(columns, noise_multiplier) if columns else None
 
@@ -99,6 +100,7 @@ class Federation:
         public: what was taken as public in making it, and why.
         holders: the most clients that hold one and the same original record. Above 1 clients overlap, and a
             record is protected by what all its holders release together.
+        originals: how many different records the clients hold between them, where they overlap.
         standardise: what is left to be done before training, by statistics that have a price.
     """
 
@@ -114,6 +116,7 @@ class Federation:
     record: str = "one row of the data"
     public: Mapping[str, str] = field(default_factory=dict)
     holders: int = 1
+    originals: int | None = None
     standardise: Standardise | None = None
 
     def __post_init__(self) -> None:
@@ -134,6 +137,8 @@ class Federation:
             raise ValueError(f"{len(self.size)} clients, but {len(self.names)} names")
         if not 1 <= self.holders <= len(self.size):
             raise ValueError(f"a record cannot be held by {self.holders} of {len(self.size)} clients")
+        if self.holders > 1 and self.originals is None:
+            raise ValueError("clients overlap: how many different records do they hold?")
         if self.holders > 1 and len(set(self.size)) > 1:  # one client's releases stand for those of every holder
             raise ValueError("clients that overlap must hold equally many records")
 
@@ -162,7 +167,7 @@ class Standardised:
     """A source whose features are standardised on loading."""
 
     source: Source
-    columns: tuple[int, ...]
+    columns: tuple[tuple[int, int | None], ...]
     mean: np.ndarray
     scale: np.ndarray
 
@@ -173,8 +178,10 @@ class Standardised:
 
     def _applied(self, records: Records) -> Records:
         x = records.x.clone()
-        mean, scale = (torch.from_numpy(values.astype(np.float32)) for values in (self.mean, self.scale))
-        x[:, list(self.columns)] = (x[:, list(self.columns)] - mean) / scale
+        for (column, missing), mean, scale in zip(self.columns, self.mean, self.scale, strict=True):
+            x[:, column] = (x[:, column] - float(mean)) / float(scale)
+            if missing is not None:
+                x[x[:, missing] != 0, column] = 0.0
         return Records(x, records.y)
 
 

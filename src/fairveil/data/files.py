@@ -6,11 +6,11 @@ What is missing, infinite, not a number or ambiguous is an error that says where
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveFloat
+from pydantic import Field
 
 from fairveil.data.columns import AnyColumn, Prepared, prepare
 from fairveil.data.federation import Dataset, Federation, Records, Standardise
@@ -48,7 +48,7 @@ class File(Dataset):
     target: str = "y"
     features: tuple[str, ...] | None = Field(None, min_length=1)
     prepare: dict[str, AnyColumn] = Field(default_factory=dict)
-    statistics_noise: PositiveFloat = 10.0
+    statistics_noise: Annotated[float, Field(ge=0.01, le=1e6)] = 10.0
     group: str | None = None
     task: Literal["classification", "regression"] = "classification"
     test_fraction: TestFraction = 0.2
@@ -56,8 +56,7 @@ class File(Dataset):
     def load(self, seed: int) -> Federation:
         """Read, check, and set test records aside."""
         labels = (self.target,) if self.task == "classification" else ()
-        words = {name for name, how in self.prepare.items() if how.holds_words}
-        columns = read_columns(self.path, {self.client, self.group, *labels, *words} - {None})
+        columns = read_columns(self.path, {self.client, self.group, *labels} - {None}, set(self.prepare))
         for option, name in (("client", self.client), ("target", self.target), ("group", self.group)):
             if name is not None:
                 pick(columns, self.path, option, name)

@@ -116,8 +116,11 @@ class Cut(Split):
         share = self._share(len(pool.train), sum(clients), seed)
         group = np.repeat(np.arange(len(names)), clients)
         source = Columns(pool.train, share, pool.test, None, group, tuple(shifts), pool.classes)
-        holders = int(np.bincount(share.rows).max())
-        return source.federation(pool.name, tuple(names), record=pool.record, public=pool.public, holders=holders)
+        held = np.bincount(share.rows)
+        return source.federation(
+            pool.name, tuple(names), record=pool.record, public=pool.public, holders=int(held.max()),
+            originals=int((held > 0).sum()),
+        )  # fmt: skip
 
     def _check_rows(self, pool: Pool, clients: Sequence[int]) -> None:
         """Raise unless there are rows enough."""

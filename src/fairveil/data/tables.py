@@ -26,12 +26,14 @@ UNREADABLE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)  # 
 MISSING_NUMBER = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "#N/A")
 
 
-def read_columns(path: Path, names: Collection[str]) -> dict[str, Column]:
+def read_columns(path: Path, names: Collection[str], as_text: Collection[str] = ()) -> dict[str, Column]:
     """The columns of a file.
 
     Args:
         path: .csv, .parquet or .npz.
         names: columns that hold names, not numbers (clients, labels, groups).
+        as_text: columns of a CSV whose cells are left as they stand there: a type found from all cells of a column
+            would let one record change how the others are read.
 
     Returns:
         Series by name for a table; arrays by name for npz.
@@ -53,7 +55,7 @@ def read_columns(path: Path, names: Collection[str]) -> dict[str, Column]:
     try:
         if extension == ".npz":
             return _read_npz(at)
-        frame = _read_csv(at, names) if extension == ".csv" else _read_parquet(at)
+        frame = _read_csv(at, names, as_text) if extension == ".csv" else _read_parquet(at)
     except UNREADABLE as error:
         raise UserError(
             f"data.options.path = {shown(path)} cannot be read.",
@@ -71,14 +73,15 @@ def _read_npz(path: Path) -> dict[str, Column]:
         return {name: archive[name] for name in archive.files}
 
 
-def _read_csv(path: Path, names: Collection[str]) -> pd.DataFrame:
+def _read_csv(path: Path, names: Collection[str], as_text: Collection[str]) -> pd.DataFrame:
     import pandas as pd  # slow to import
 
     header = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0].tolist()
     twice = next((name for at, name in enumerate(header) if name and name in header[:at]), None)
     if twice:  # pandas would rename the second, and it might be the target, taken for a feature
         raise ValueError(f"two columns are called {shown(twice)}")
-    missing = {name: [""] if name in names else list(MISSING_NUMBER) for name in header if name}
+    plain = {*names, *as_text}
+    missing = {name: [""] if name in plain else list(MISSING_NUMBER) for name in header if name}
     with warnings.catch_warnings():
         # Rows longer than the header would be cut off, or shifted by one column, with no more than a warning.
         warnings.simplefilter("error", pd.errors.ParserWarning)
@@ -88,6 +91,7 @@ def _read_csv(path: Path, names: Collection[str]) -> pd.DataFrame:
                 index_col=False,
                 na_values=missing,
                 keep_default_na=False,
+                dtype=dict.fromkeys(as_text, str),
                 low_memory=False,  # types by whole column, not by chunk
             )
         except pd.errors.ParserWarning as warning:

@@ -16,27 +16,34 @@ from fairveil.privacy.release import MINT, Release
 LEAST_DEVIATION = 0.01  # of half the public range: a column that hardly varies is not blown up by the noise
 
 
-def contributions(x: Tensor) -> Tensor:
-    """(n, 1 + 2d) float64: what each record (n, d) adds. 1, its values and their squares, each within [-1, 1]."""
-    bounded = x.double().nan_to_num(0.0).clamp(-1, 1)
-    return torch.cat([torch.ones(len(x), 1, dtype=torch.float64), bounded, bounded.square()], dim=1)
+Columns = tuple[tuple[int, int | None], ...]  # features, each with the one that is 1 where it is missing
 
 
-def bound(columns: int) -> float:
+def contributions(x: Tensor, columns: Columns) -> Tensor:
+    """(n, 3d) float64: what each record adds: of each column 1, the value and its square, or zeros if it is missing."""
+    values = x[:, [column for column, _ in columns]].double().nan_to_num(0.0).clamp(-1, 1)
+    there = torch.ones_like(values)
+    for number, (_, missing) in enumerate(columns):
+        if missing is not None:
+            there[:, number] = x[:, missing] == 0
+    return torch.cat([there, there * values, there * values.square()], dim=1)
+
+
+def bound(columns: Columns) -> float:
     """The largest Euclidean norm of one record's contribution."""
-    return math.sqrt(1 + 2 * columns)
+    return math.sqrt(3 * len(columns))
 
 
 @dataclass(frozen=True)
 class NoisyMoments:
-    """The number of a client's records, and the sums of d columns and of their squares, with Gaussian noise.
+    """Of d columns, how many of a client's records have a value, its sum and sum of squares, with Gaussian noise.
 
     Unit: one record of the client. Neighbours (add/remove): two datasets that differ in one record. A record adds a
-    vector of 1 + 2d numbers, each within [-1, 1] whatever the record holds, so it moves the sums by at most
-    sqrt(1 + 2d) in the Euclidean norm (by twice that under replace, which the accountant knows). All records take part.
+    vector of 3d numbers, each within [-1, 1] whatever the record holds, so it moves the sums by at most sqrt(3d) in the
+    Euclidean norm (by at most twice that under replace, which the accountant knows). All records take part.
     """
 
-    columns: tuple[int, ...]  # of the features
+    columns: Columns
     noise_multiplier: float
 
     @property
@@ -56,22 +63,20 @@ class NoisyMoments:
         return f"count, sum and sum of squares of {columns}, noise multiplier {self.noise_multiplier:.4f}"
 
     def release(self, client: Client) -> tuple[Release, dict[str, float]]:
-        """The noisy sums (1 + 2d,), float64."""
-        total = contributions(client.data.train.x[:, list(self.columns)]).sum(dim=0)
-        std = noise_std(bound(len(self.columns)), self.noise_multiplier)
+        """The noisy sums (3d,), float64."""
+        total = contributions(client.data.train.x, self.columns).sum(dim=0)
+        std = noise_std(bound(self.columns), self.noise_multiplier)
         if std:
             total = on_grid(total + std * client.noise().normal(len(total)), std)
         return Release({"moments": total}, self, MINT), {}
 
 
 def mean_and_deviation(moments: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation (d,) from noisy sums (1 + 2d,): a function of what was released, so it costs nothing.
+    """Mean and standard deviation (d,) from noisy sums (3d,): a function of what was released, so it costs nothing.
 
     Noise can make a variance negative and a mean leave its bounds: both are brought back.
     """
-    values = moments.double().numpy()
-    d = (len(values) - 1) // 2
-    count = max(values[0], 1.0)
-    mean = np.clip(values[1 : 1 + d] / count, -1, 1)
-    variance = values[1 + d :] / count - mean**2
-    return mean, np.sqrt(np.clip(variance, LEAST_DEVIATION**2, 1.0))
+    count, total, squares = moments.double().numpy().reshape(3, -1)
+    count = np.maximum(count, 1.0)
+    mean = np.clip(total / count, -1, 1)
+    return mean, np.sqrt(np.clip(squares / count - mean**2, LEAST_DEVIATION**2, 1.0))

@@ -95,9 +95,7 @@ class SweepResult:
         }
 
 
-def run_sweep(
-    sweep: Sweep, folder: Path, jobs: int | None = None, progress: Progress | None = None
-) -> SweepResult:  # fmt: skip
+def run_sweep(sweep: Sweep, folder: Path, jobs: int | None = None, progress: Progress | None = None) -> SweepResult:
     """Run what is not finished yet of a sweep.
 
     A run that fails takes no other with it; it is listed, and tried again by the next call.
