@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fairveil.errors import PrivacyError, RunFault, UserError
     from fairveil.plan import Plan, make_plan
     from fairveil.run import Interrupted, RunResult, resume_run, run_plan, start_run
+    from fairveil.sweep import Sweep, SweepResult, load_sweep, run_sweep
 
 __all__ = [
     "Interrupted",
@@ -23,15 +24,19 @@ __all__ = [
     "RunConfig",
     "RunFault",
     "RunResult",
+    "Sweep",
+    "SweepResult",
     "UserError",
     "load_config",
+    "load_sweep",
     "make_config",
     "make_plan",
     "resume_run",
     "run_plan",
+    "run_sweep",
     "start_run",
 ]
-_HOMES = ("errors", "config", "plan", "run")
+_HOMES = ("errors", "config", "plan", "run", "sweep")
 
 
 def __getattr__(name: str) -> Any:

@@ -165,10 +165,12 @@ def sweep(
 
     try:
         loaded = load_sweep(config)
+        for dataset in {cell.config.data.dataset: cell.config for cell in loaded.cells}.values():
+            _with_data(dataset)
         with Display(loaded, err) as display:
             result = run_sweep(loaded, sweeps / loaded.name, jobs, display)
     except (Interrupted, KeyboardInterrupt) as stopped:
-        again = f"{stopped or 'Stopped.'} Go on with:\n  {shlex.join(['fairveil', *sys.argv[1:]])}"
+        again = f"{str(stopped) or 'Stopped.'} Go on with:\n  {shlex.join(['fairveil', *sys.argv[1:]])}"
         err.print(again, markup=False, soft_wrap=True)
         raise typer.Exit(130) from None
     if as_json:
@@ -197,7 +199,7 @@ def account(
     as_json: AsJson = False,
 ) -> None:
     """The noise for a budget, or the price of a noise, without a config."""
-    from fairveil.plan import Schedule, account_schedule
+    from fairveil.schedule import Schedule, account_schedule
 
     schedule = Schedule(
         records=records, batch=batch, rounds=rounds, local_epochs=local_epochs, full_first_round=full_first_round,

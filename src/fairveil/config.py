@@ -8,6 +8,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from fairveil.data.federation import Federation
 from fairveil.errors import UserError
 from fairveil.models import ModelSpec
 from fairveil.options import parse, shown
+from fairveil.plugins import source_digest
 from fairveil.privacy.accounting import Accountant, Adjacency
 
 SCHEMA_VERSION = 1
@@ -183,6 +185,12 @@ class RunConfig(Section):
         decisive = {k: v for k, v in self.resolved().items() if k not in ("name", "engine")}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]
 
+    def code(self) -> str:
+        """A short hash of the code that decides the result: this version, and the files of the user's own classes."""
+        names = [name for name in (self.data.dataset, self.model.name, self.algorithm.name) if ":" in name]
+        text = " ".join([version("fairveil"), *map(source_digest, names)])
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
 
 def load_config(path: Path, settings: Sequence[str] = ()) -> RunConfig:
     """Read a config file, with `--set` settings ("privacy.epsilon=3") laid over it.
@@ -190,19 +198,24 @@ def load_config(path: Path, settings: Sequence[str] = ()) -> RunConfig:
     Raises:
         UserError: a missing or malformed file, an unknown key, a wrong value.
     """
+    return make_config(read_toml(path, "fairveil new, which writes one to start from"), settings)
+
+
+def read_toml(path: Path, fix: str) -> dict[str, Any]:
+    """The plain values of a TOML file.
+
+    Args:
+        fix: what to do if it cannot be read, for the error.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{path} cannot be read.",
-            f"A config is a TOML file, in UTF-8: {getattr(error, 'strerror', None) or error}. Nothing was run.",
-            "fairveil new, which writes one to start from",
+            f"{path} cannot be read.", f"A config is a TOML file, in UTF-8: {why}. Nothing was run.", fix
         ) from error
-    try:
-        values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML.", f"{error}. Nothing was run.", "mend that line") from error
-    return make_config(values, settings)
 
 
 def make_config(values: Mapping[str, Any], settings: Sequence[str] = ()) -> RunConfig:

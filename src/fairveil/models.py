@@ -160,8 +160,7 @@ class Model:
                 f"Two records must give {expected}: one score for each class (one number in a regression).",
                 f"a last layer of width {expected[1]}",
             )
-        kept = all(torch.equal(value, buffers[name]) for name, value in self.module.named_buffers())
-        if not (kept and torch.equal(output, again)):
+        if not (self._keeps(buffers) and torch.equal(output, again)):
             raise UserError(
                 f"model.name = {shown(self.spec.name)} answers differently each time.",
                 "Dropout draws randomness that a resumed run cannot repeat, and a buffer that changes carries one\n"
@@ -179,10 +178,15 @@ class Model:
                 "torch.nn.GroupNorm or LayerNorm in place of what averages over the batch",
             )
 
+    def _keeps(self, buffers: Mapping[str, Tensor]) -> bool:
+        """Whether the module's buffers are still these."""
+        return all(torch.equal(value, buffers[name]) for name, value in self.module.named_buffers())
+
     def _check_own_loss(self) -> None:
         """The module's own loss must give two records two finite numbers, with a gradient, the same when alone."""
         weights, x, y = self._trial()
         parameters = self.unflatten(weights.requires_grad_())
+        buffers = {name: value.clone() for name, value in self.module.named_buffers()}
         name = f"model.name = {shown(self.spec.name)}"
         try:
             losses = self.losses(parameters, x, y)
@@ -206,6 +210,13 @@ class Model:
                 f"{'has no gradient' if losses.isfinite().all() else f'gives {losses.tolist()}'}.",
                 "It was asked for two plain records at the start, where nothing could be trained from it.",
                 "a finite loss of torch operations on the output",
+            )
+        again = self.losses(parameters, x, y)
+        if not (torch.equal(losses, again) and self._keeps(buffers)):
+            raise UserError(
+                f"{name} has a record_losses that answers differently each time.",
+                "What it remembers of one client's records would go into the next client's updates.",
+                "a loss of the output, the target and the parameters, which keeps nothing",
             )
         try:
             alone = torch.cat([self.losses(parameters, x[i : i + 1], y[i : i + 1]) for i in range(2)])

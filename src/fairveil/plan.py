@@ -6,34 +6,30 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
-from typing import Any, get_args
+from functools import cached_property, partial, reduce
+from operator import or_
+from typing import Any
 
 from dp_accounting import DpEvent
 
 from fairveil.algorithms.base import Algorithm
 from fairveil.config import PrivacyConfig, RunConfig
 from fairveil.data.federation import GRID_PER_DECADE, Federation, nominal_sizes
-from fairveil.errors import UserError, nearest
+from fairveil.errors import UserError
 from fairveil.models import Model
 from fairveil.preparation import preparation_releases
 from fairveil.privacy.accounting import (
-    Accountant,
-    Adjacency,
     Price,
-    SelectionDpEvent,
-    calibrate,
     calibrate_many,
     price,
 )
 from fairveil.privacy.gradients import check_record_gradients
 from fairveil.privacy.ledger import FEDERATION, Ledger
-from fairveil.privacy.mechanisms import Mechanism, NoisyTraining, canonical
+from fairveil.privacy.mechanisms import Mechanism, Releases, canonical, events_of
 from fairveil.privacy.statement import Statement, json_number, make_statement
 from fairveil.session import Facts, Terms
 from fairveil.store import UnitPlan
 
-Releases = Mapping[Mechanism, int]
 SIZES_PUBLIC = {
     "public": "exact, declared public in the config",
     "rounded": "declared, rounded down to a grid of 24 per decade",
@@ -63,8 +59,16 @@ class Plan:
 
     @property
     def root(self) -> str:
-        """Names this run among all others: the root of its noise."""
-        return f"{self.config.seed} {self.config.digest()} {self.federation.fingerprint}"
+        """Names this run among all others: the root of its noise.
+
+        The same config with other code is another run: under the same noise their difference would show the records.
+        """
+        return f"{self.config.seed} {self.config.digest()} {self.federation.fingerprint} {self.code}"
+
+    @cached_property
+    def code(self) -> str:
+        """What `RunConfig.code` was when the run was planned: later edits do not change a run under way."""
+        return self.config.code()
 
     @property
     def protected(self) -> list[int]:
@@ -90,8 +94,14 @@ class Plan:
             unit: Counter({by_name[what]: count for what, count in counts.items()})
             for unit, counts in ledger.posted().items()
         }
-        prices = _prices(posted.values(), self.config.privacy, self.holders)
+        prices = _prices(self.by_record(posted), self.config.privacy, self.holders)
         return posted, max((found.epsilon for found in prices), default=0.0)
+
+    def by_record(self, posted: Mapping[int, Counter[Any]]) -> list[Counter[Any]]:
+        """What each unit's holders have posted, as a bound for one holder: where clients overlap, the most of any."""
+        if self.holders == 1:
+            return list(posted.values())
+        return [reduce(or_, posted.values(), Counter())]
 
     def statement(
         self,
@@ -104,6 +114,7 @@ class Plan:
         public = {
             "client sizes": SIZES_PUBLIC[self.config.data.sizes],
             "number and groups of clients, shape of a record, classes": "read from the data, taken as declared",
+            "who holds which record, and which are for testing": "the guarantee is for training records, given these",
             **self.federation.public,
             "hyper-parameters and clip norm": "given in the config; tuning them on private data is not priced",
         }
@@ -146,7 +157,7 @@ def make_plan(config: RunConfig) -> Plan:
         UserError: whatever in the config cannot be run or promised.
     """
     algorithm, federation, model, facts = materials(config)
-    _check_delta(config, algorithm, facts)
+    _check_delta(config, algorithm, federation, facts)
     clients = [Terms(facts, int(size), 0.0) for size in facts.size]
     terms = dict(enumerate(clients)) | {FEDERATION: Terms(facts, None, 0.0)}
     protected = protected_units(algorithm, facts)
@@ -162,9 +173,11 @@ def make_plan(config: RunConfig) -> Plan:
     solved = _solve(declared, privacy, holders)
     noise = [solved[terms[unit].size] for unit in protected]
     releases = [releases_at(unit, z) for unit, z in zip(protected, noise, strict=True)]
+    prices = _prices(releases, privacy, holders)
+    _check_budget(privacy, max(found.epsilon for found in prices))
     units = [
         UnitPlan(unit, terms[unit].size, z, found.epsilon, found.accountant)
-        for unit, z, found in zip(protected, noise, _prices(releases, privacy, holders), strict=True)
+        for unit, z, found in zip(protected, noise, prices, strict=True)
     ]
     return Plan(config, algorithm, federation, model, facts, tuple(units))
 
@@ -184,10 +197,10 @@ def _solve(
         return dict.fromkeys(declared, privacy.noise_multiplier)
     assert privacy.epsilon is not None
 
-    def events_of(releases_at: Callable[[float], Releases]) -> Callable[[float], Counter[DpEvent]]:
-        return lambda z: _events(releases_at(z), holders)
+    def events_at(releases_at: Callable[[float], Releases]) -> Callable[[float], Counter[DpEvent]]:
+        return lambda z: events_of(releases_at(z), holders)
 
-    requests = {size: events_of(releases_at) for size, releases_at in declared.items()}
+    requests = {size: events_at(releases_at) for size, releases_at in declared.items()}
     noisy = {size: events for size, events in requests.items() if events(1.0) != events(2.0)}
     found = calibrate_many(
         noisy.values(), privacy.epsilon, privacy.delta, adjacency=privacy.adjacency, accountant=privacy.accountant
@@ -223,10 +236,22 @@ def materials(config: RunConfig) -> tuple[Algorithm[Any], Federation, Model, Fac
     return algorithm, federation, model, facts
 
 
-def _check_delta(config: RunConfig, algorithm: Algorithm[Any], facts: Facts) -> None:
+def _check_budget(privacy: PrivacyConfig, epsilon: float) -> None:
+    """What does not depend on the noise that is solved for may cost more than there is."""
+    if privacy.epsilon is not None and epsilon > privacy.epsilon:
+        raise UserError(
+            f"privacy.epsilon = {privacy.epsilon:g} is less than what is released costs: {epsilon:.3f}.",
+            "More noise in training would not help: what comes before it has a noise of its own.",
+            "a larger data.options.statistics_noise, or a larger privacy.epsilon",
+        )
+
+
+def _check_delta(config: RunConfig, algorithm: Algorithm[Any], federation: Federation, facts: Facts) -> None:
     """Below 1/n for every client (record level), or for the number of clients."""
     delta = config.privacy.delta
-    if algorithm.unit == "record":
+    if algorithm.unit == "record" and federation.originals is not None and federation.holders > 1:
+        count, who = federation.originals, f"Overlapping clients hold {federation.originals:,} different records"
+    elif algorithm.unit == "record":
         # A rounded size may stand for any up to the next on the grid.
         count = int(facts.size.max() * (1 if config.data.sizes == "public" else 10 ** (1 / GRID_PER_DECADE)))
         who = f"The largest client has {'' if config.data.sizes == 'public' else 'up to '}{count:,} records"
@@ -256,134 +281,9 @@ def _prices(many: Iterable[Releases], privacy: PrivacyConfig, holders: int) -> l
     known: dict[frozenset[tuple[DpEvent, int]], Price] = {}
     found = []
     for releases in many:
-        events = _events(releases, holders)
+        events = events_of(releases, holders)
         key = frozenset(events.items())
         if key not in known:
             known[key] = price(events, privacy.delta, adjacency=privacy.adjacency, accountant=privacy.accountant)
         found.append(known[key])
     return found
-
-
-def _events(releases: Releases, holders: int = 1) -> Counter[DpEvent]:
-    events: Counter[DpEvent] = Counter()
-    for mechanism, count in releases.items():
-        events[mechanism.event] += holders * count
-    return events
-
-
-# ---- without a config ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The releases of one client, in numbers: DP-SGD rounds and private choices."""
-
-    records: int  # N
-    batch: int  # b
-    rounds: int  # E
-    local_epochs: int = 1  # K
-    full_first_round: bool = False
-    first_round_factor: float = 1.0  # f: round 1 has f * z
-    select_rounds: int = 0  # T
-    select_epsilon: float | None = None
-
-    def events(self, z: float) -> Counter[DpEvent]:
-        """All events at noise multiplier z."""
-        first = self.full_first_round or self.first_round_factor != 1.0
-        usual = self._training(self.batch, z)
-        releases: Counter[Mechanism] = Counter({usual: self.rounds - first})
-        if first:
-            batch = self.records if self.full_first_round else self.batch
-            releases[self._training(batch, self.first_round_factor * z)] += 1
-        events = _events(+releases)
-        if self.select_rounds:
-            assert self.select_epsilon is not None
-            events[SelectionDpEvent(self.select_epsilon)] += self.select_rounds
-        return events
-
-    def _training(self, batch: int, z: float) -> NoisyTraining:
-        return NoisyTraining.epochs(self.records, batch, self.local_epochs, clip_norm=1.0, noise_multiplier=z)
-
-
-def account_schedule(
-    schedule: Schedule, *, epsilon: float | None, noise_multiplier: float | None, delta: float, adjacency: str,
-    accountant: str,
-) -> dict[str, Any]:  # fmt: skip
-    """The noise multiplier for a budget, or the price of a noise multiplier.
-
-    Raises:
-        UserError: both or neither of epsilon and noise_multiplier, or a value that makes no sense.
-    """
-    _check_account(schedule, epsilon, noise_multiplier, delta, adjacency, accountant)
-    terms: dict[str, Any] = {"adjacency": adjacency, "accountant": accountant}
-    try:
-        z = noise_multiplier if epsilon is None else calibrate(schedule.events, epsilon, delta, **terms)
-    except UserError as error:  # the same words, for who typed options and no config
-        raise UserError(error.what.replace("privacy.epsilon =", "--epsilon"), error.why, error.fix) from None
-    assert z is not None
-    found = price(schedule.events(z), delta, **terms)
-    return {
-        "noise_multiplier": z,
-        "epsilon": json_number(found.epsilon),
-        "delta": delta,
-        "accountant": found.accountant,
-        "adjacency": adjacency,
-    }
-
-
-def _check_account(
-    schedule: Schedule,
-    epsilon: float | None,
-    noise: float | None,
-    delta: float,
-    adjacency: str,
-    accountant: str,
-) -> None:
-    if (epsilon is None) == (noise is None):
-        given = "neither is given" if epsilon is None else f"{epsilon:g} and {noise:g} are both given"
-        raise UserError(
-            f"--epsilon and --noise-multiplier: {given}.",
-            "One is the question, the other the answer.",
-            "--epsilon 5, or --noise-multiplier 1.0",
-        )
-    for key, value, known in (
-        ("--adjacency", adjacency, get_args(Adjacency)),
-        ("--accountant", accountant, get_args(Accountant)),
-    ):
-        if value not in known:
-            near = nearest(value, known) or known[0]
-            raise UserError(f"{key} {value} is not known.", f"It must be one of: {', '.join(known)}.", f"{key} {near}")
-    for key, number in (
-        ("--epsilon", 1.0 if epsilon is None else epsilon),
-        ("--first-round-factor", schedule.first_round_factor),
-        ("--select-epsilon", 1.0 if schedule.select_epsilon is None else schedule.select_epsilon),
-    ):
-        if not 0 < number < math.inf:
-            raise UserError(f"{key} {number:g} makes no sense.", "It must be positive and finite.", f"{key} 1.0")
-    if noise is not None and not 0 <= noise < math.inf:
-        raise UserError(
-            f"--noise-multiplier {noise:g} makes no sense.",
-            "It must be finite, and not negative.",
-            "--noise-multiplier 1",
-        )
-    if adjacency == "replace" and accountant == "rdp":
-        raise UserError(
-            "--accountant rdp does not go with --adjacency replace.",
-            "The Renyi accountant prices a replaced record like a removed one, which would be too little.",
-            "--accountant pld",
-        )
-    if not 0 < delta < 1:
-        raise UserError(f"--delta {delta:g} is not a probability.", "It must lie between 0 and 1.", "--delta 1e-4")
-    if schedule.select_rounds and schedule.select_epsilon is None:
-        raise UserError(
-            f"--select-rounds {schedule.select_rounds} needs --select-epsilon.",
-            "Each private choice has a price of its own.",
-            "--select-epsilon 0.1",
-        )
-    if delta >= 1 / schedule.records:
-        raise UserError(
-            f"--delta {delta:g} is too large.",
-            f"With {schedule.records:,} records delta must stay below 1/n = {1 / schedule.records:.2g},\n"
-            "or whole records could be published and still satisfy the guarantee.",
-            "--delta 1e-4" if schedule.records < 10_000 else f"--delta {0.1 / schedule.records:.0e}",
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import sys
 import traceback
@@ -9,6 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from fairveil.errors import UserError, nearest
+
+
+def source_digest(path: str) -> str:
+    """sha256 of the file that holds a class "package.module:Name" (not of what it imports); empty if there is none."""
+    module = sys.modules.get(path.partition(":")[0])
+    file = getattr(module, "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).is_file() else ""
 
 
 def load_object(key: str, path: str) -> Any:

@@ -26,7 +26,7 @@ from fairveil.preparation import feature_statistics
 from fairveil.privacy.accounting import rdp_curve, rdp_epsilon
 from fairveil.privacy.mechanisms import canonical
 from fairveil.privacy.statement import Statement, json_number
-from fairveil.provenance import commit, versions
+from fairveil.provenance import commit, published, versions
 from fairveil.session import Call, Job, Pick, Session
 from fairveil.store import Score, Store, disk_faults, new_folder
 from fairveil.tasks import evaluate
@@ -103,13 +103,14 @@ def run_plan(plan: Plan, *, runs: Path = Path("runs"), progress: Progress | None
 def run_in(config: RunConfig, folder: Path, *, progress: Progress | None = None) -> RunResult:
     """Run a config in this very folder, or go on with it where it was begun there: what a sweep does."""
     if (folder / "config.toml").exists():
-        if load_config(folder / "config.toml").digest() != config.digest():
+        begun = load_config(folder / "config.toml")
+        if begun.digest() != config.digest():
             raise UserError(
                 f"{folder} holds the run of another config.",
                 "Its rounds belong to that one; going on with them would mix two runs.",
                 "another folder, or move that one away",
             )
-        return resume_run(folder, progress=progress)
+        return _resume(begun.model_copy(update={"engine": config.engine}), folder, progress)
     plan = make_plan(config)
     with Store(folder) as store:
         return _carry_out(plan, store, progress)
@@ -127,7 +128,10 @@ def resume_run(path: Path, *, runs: Path = Path("runs"), progress: Progress | No
             "It has no config.toml, so nothing was planned there and nothing released.",
             "fairveil list runs, then one of those",
         )
-    config = load_config(folder / "config.toml")
+    return _resume(load_config(folder / "config.toml"), folder, progress)
+
+
+def _resume(config: RunConfig, folder: Path, progress: Progress | None) -> RunResult:
     with Store(folder) as store:
         units = store.units()
         checkpoint = store.latest()
@@ -137,7 +141,7 @@ def resume_run(path: Path, *, runs: Path = Path("runs"), progress: Progress | No
                 "the run cannot go on. Restore run.sqlite as it was."
             )
         plan = Plan(config, *materials(config), tuple(units)) if units else make_plan(config)
-        for what, now in (("config", config.digest()), ("data", plan.federation.fingerprint)):
+        for what, now in (("config", config.digest()), ("data", plan.federation.fingerprint), ("code", plan.code)):
             if units and store.meta(what) != now:
                 raise UserError(
                     f"the {what} of {folder} {'have' if what == 'data' else 'has'} changed since it was planned.",
@@ -191,7 +195,7 @@ def begin(plan: Plan, store: Store) -> None:
         federation = plan.federation
         names = federation.names or [str(client) for client in range(federation.clients)]
         clients = [(name, federation.groups[g]) for name, g in zip(names, federation.group, strict=True)]
-        facts = {"data": federation.fingerprint, "config": plan.config.digest(), "commit": commit()}
+        facts = {"data": federation.fingerprint, "config": plan.config.digest(), "code": plan.code, "commit": commit()}
         store.save_units(plan.units, clients, facts | versions())
         store.write("statement.json", json.dumps(plan.statement().to_json(), indent=2).encode())
 
@@ -286,7 +290,7 @@ def _finish(plan: Plan, store: Store) -> RunResult:
         "seed": plan.config.seed,
         "config_hash": plan.config.digest(),
         "commit": store.meta("commit") or "none",  # of the code that began the run
-        "data_fingerprint": plan.federation.fingerprint,
+        "data_fingerprint": published(plan.federation.fingerprint),
         "fairveil": store.meta("fairveil") or "none",
     }
     result = RunResult(
@@ -311,6 +315,12 @@ def _summaries(plan: Plan, store: Store) -> tuple[dict[str, Summary], Summary]:
     found = {}
     for metric in (main, "loss"):
         by_client = store.scores(metric)
+        if not by_client:
+            raise UserError(
+                f"nobody of {plan.federation.name} has test records.",
+                "There is nothing to score the models on.",
+                "data with some records for testing",
+            )
         scored = np.array(sorted(by_client))
         values = np.array([by_client[client] for client in scored.tolist()])
         found[metric] = summarise(
@@ -335,7 +345,7 @@ class _Gauge:
     def report(self, number: int, summary: Summary | None) -> RoundReport:
         privacy, spent = self.plan.config.privacy, self.plan.price.epsilon
         if self.curves:
-            posted = {frozenset(counts.items()) for counts in self.store.ledger.posted().values()}
+            posted = {frozenset(counts.items()) for counts in self.plan.by_record(self.store.ledger.posted())}
             curves = [np.sum([n * self.curves[what] for what, n in counts], axis=0) for counts in posted]
             spent = min(spent, max((rdp_epsilon(curve, privacy.delta) for curve in curves), default=0.0))
         return RoundReport(number, self.plan.algorithm.rounds, self.plan.price.epsilon, spent, summary)

@@ -205,20 +205,10 @@ class Store:
     def write(self, name: str, data: bytes) -> Path:
         """Write a file of the folder: whole or not at all, and on disk when this returns."""
         path = self.folder / name
-        beside = path.with_name(f".{path.name}.part")
         try:
             path.parent.mkdir(exist_ok=True)
-            with beside.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.rename(path)
-            directory = os.open(path.parent, os.O_RDONLY)
-            os.fsync(directory)  # the rename itself
-            os.close(directory)
+            write_whole(path, data)
         except OSError as error:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
             raise _unwritable(self.folder, error) from error
         return path
 
@@ -257,6 +247,24 @@ def new_folder(runs: Path, name: str) -> Path:
             "--runs FOLDER, a folder you may write to",
         ) from error
     return folder
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; it is on disk when this returns."""
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.rename(path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    os.fsync(directory)  # the rename itself
+    os.close(directory)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ NASTY = [0.0, 1.0, -1.0, 1.5, -7.0, 1e30, math.inf, -math.inf, math.nan, 1e-30]
 def holder(x: Tensor, seed: int = 0) -> Client:
     records = Records(x, torch.zeros(len(x), dtype=torch.int64))
     stream = Stream("moments", seed)
-    return cast(Client, SimpleNamespace(data=ClientData(records, records), noise=lambda: stream))
+    return cast(Client, SimpleNamespace(data=ClientData(records, records), noise=lambda: stream, key=(seed,)))
 
 
 def released(mechanism: NoisyMoments, x: Tensor, seed: int = 0) -> Tensor:

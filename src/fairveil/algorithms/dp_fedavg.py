@@ -31,7 +31,7 @@ class DPFedAvg(Algorithm[State]):
     name: ClassVar[str] = "dp-fedavg"
     unit: ClassVar[Unit] = "client"
     trust: ClassVar[str] = (
-        "the server: it adds up the clients' bounded updates, adds the noise, and keeps secret who took part"
+        "the server: it adds up what clients contribute within bounds, adds the noise, and keeps secret who took part"
     )
 
     sample_rate: float = Field(0.2, gt=0, le=1, description="q, chance of a client to take part")

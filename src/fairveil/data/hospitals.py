@@ -135,7 +135,10 @@ class HospitalCharges(Stored):
             test_fraction=self.test_fraction, seed=seed, group=group, groups=groups,
             names=tuple(f"{name} ({provider})" for name, provider in zip(names, providers, strict=True)),
             record="one hospital's average charge for one procedure, over at least 11 patients",
-            public={"the lists of states and procedures": "published by CMS with the data"},
+            public={
+                "the lists of states and procedures": "published by CMS with the data",
+                "the group of each hospital": "its state is known; its size class follows from its exact size",
+            },
         )  # fmt: skip
 
     def _groups(self, state: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:

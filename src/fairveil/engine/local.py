@@ -7,30 +7,25 @@ open; they ignore Ctrl-C (the runner decides) and die with their parent.
 
 from __future__ import annotations
 
-import ctypes
 import io
-import multiprocessing
 import os
 import pickle
-import signal
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fairveil.data.federation import ClientData, Federation
 from fairveil.errors import RunFault, UserError
 from fairveil.models import ModelSpec
-from fairveil.privacy.release import MINT, Reply
+from fairveil.privacy.release import MINT, Release, Reply
+from fairveil.processes import end_with_parent, start
 from fairveil.session import Call, Job, Member
 
 CACHED_BYTES = 1 << 30  # of loaded records that one process keeps; the rest is loaded anew each time
@@ -47,15 +42,20 @@ class Bench:
 
     def perform(self, job: Job) -> Iterator[list[tuple[int, Reply]]]:
         """The replies of the job's clients, block by block."""
-        for start in range(0, len(job.calls), self.block):
-            calls = job.calls[start : start + self.block]
+        for first in range(0, len(job.calls), self.block):
+            calls = job.calls[first : first + self.block]
             members = [self._member(job, call) for call in calls]
-            before = [_versions(member) for member in members]
+            before = [_versions(member) for member in members], _state(self.model.module)
             replies = job.task(members)
-            if before != [_versions(member) for member in members]:
+            if before[0] != [_versions(member) for member in members]:
                 raise TypeError(
                     f"task {job.task.__name__} wrote into its inputs, its client's records or personal state in place: "
                     "they are shared with others; work on a clone"
+                )
+            if before[1] != _state(self.model.module):
+                raise TypeError(
+                    f"task {job.task.__name__}: the model has changed a parameter or buffer of its own, which carries "
+                    "one client's records to the next at no price; keep no running values in it"
                 )
             whole = isinstance(replies, list) and len(replies) == len(calls)
             if not whole or not all(isinstance(reply, Reply) for reply in replies):
@@ -64,6 +64,12 @@ class Bench:
                     f"task {job.task.__name__} must return one Reply for each client of its block ({len(calls)}), in a "
                     f"list; it returned {names}"
                 )
+            for member, reply in zip(members, replies, strict=True):
+                if isinstance(reply.out, Release) and reply.out.key != member.key:
+                    raise TypeError(
+                        f"task {job.task.__name__} answered for one client with the release of another, of which the "
+                        "other's ledger would say nothing"
+                    )
             yield [(call.client, reply) for call, reply in zip(calls, replies, strict=True)]
 
     def _member(self, job: Job, call: Call) -> Member:
@@ -85,6 +91,11 @@ def _versions(member: Member) -> list[int]:
     """How often each tensor that the member holds has been written in place."""
     data = (member.data.train.x, member.data.train.y, member.data.test.x, member.data.test.y)
     return [t._version for t in (*data, *member.inputs.values(), *member.personal.values()) if isinstance(t, Tensor)]
+
+
+def _state(module: nn.Module) -> list[tuple[int, int]]:
+    """Which tensors a module holds, and how often each has been written in place."""
+    return [(id(tensor), tensor._version) for tensor in (*module.parameters(), *module.buffers())]
 
 
 class LocalEngine:
@@ -174,21 +185,9 @@ class _Worker:
 
     @classmethod
     def start(cls, bench: tuple[Any, ...]) -> _Worker:
-        context = multiprocessing.get_context("forkserver")
         # vmap imports torch._dynamo when it is first used: once here, not in every worker
-        context.set_forkserver_preload(["torch", "torch._dynamo", "fairveil.engine.local", "fairveil.tasks"])
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs,), daemon=True)
-        with _without_main():
-            resource_tracker.ensure_running()  # or the fork server starts it, and it takes the mask off again
-            unmasked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                forkserver.ensure_running()  # it inherits the mask: Ctrl-C is for the runner alone
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, unmasked)
-            process.start()
-        theirs.close()
-        worker = cls(process, ours)
+        preload = ["torch", "torch._dynamo", "fairveil.engine.local", "fairveil.tasks"]
+        worker = cls(*start(_work, (), preload=preload, duplex=True, daemon=True))
         worker.send(bench)
         return worker
 
@@ -219,21 +218,9 @@ class _Worker:
         )
 
 
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide the user's script: a worker would import it, and so run it again if it has no guard for that."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
 def _work(connection: Connection) -> None:
     """The life of a worker: a bench, then jobs until the other end closes."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the fork server ends with the runner
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
     torch.set_num_threads(1)
     try:
         bench = Bench(*pickle.loads(connection.recv_bytes()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -56,6 +57,8 @@ class Client(Protocol):
     def model(self) -> Model: ...
     @property
     def inputs(self) -> Mapping[str, Any]: ...
+    @property
+    def key(self) -> tuple[int | str, ...]: ...
     def noise(self) -> Stream: ...
 
 
@@ -82,6 +85,17 @@ def canonical(mechanism: Mechanism) -> str:
         return value.hex() if isinstance(value, float) else value
 
     return json.dumps(plain(mechanism), sort_keys=True)
+
+
+Releases = Mapping[Mechanism, int]  # a multiset of them
+
+
+def events_of(releases: Releases, times: int = 1) -> Counter[DpEvent]:
+    """The events of a multiset of releases, all of them made `times` times."""
+    events: Counter[DpEvent] = Counter()
+    for mechanism, count in releases.items():
+        events[mechanism.event] += times * count
+    return events
 
 
 def sampled_gaussian(sample_rate: float, noise_multiplier: float) -> DpEvent:
@@ -181,7 +195,7 @@ class NoisyTraining:
             noisy = on_grid(gradient.total + std * stream.normal(len(weights)), std) if std else gradient.total
             weights -= (learning_rate / self.expected_batch) * noisy.to(weights.dtype)
         diagnostics = {"clipped": clipped / max(drawn, 1), "not_finite": float(not_finite)}
-        return Release({"update": weights - start}, self, MINT), diagnostics
+        return Release({"update": weights - start}, self, client.key, MINT), diagnostics
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class NoisyMoments:
         std = noise_std(bound(self.columns), self.noise_multiplier)
         if std:
             total = on_grid(total + std * client.noise().normal(len(total)), std)
-        return Release({"moments": total}, self, MINT), {}
+        return Release({"moments": total}, self, client.key, MINT), {}
 
 
 def mean_and_deviation(moments: Tensor) -> tuple[np.ndarray, np.ndarray]:

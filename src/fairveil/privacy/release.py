@@ -55,6 +55,7 @@ class Release:
 
     value: Mapping[str, Plain]
     mechanism: ClientMechanism
+    key: tuple[int | str, ...]  # of the client whose records it tells of, in this request
     mint: InitVar[object] = None
     digest: bytes = field(init=False)  # of the values as they were minted
 

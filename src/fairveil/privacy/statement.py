@@ -12,13 +12,13 @@ from fairveil.privacy.accounting import Price
 from fairveil.privacy.mechanisms import Mechanism
 
 NOISE_SOURCE = (
-    "reproducible, derived from the run's seed, config and data: right for a simulation, but whoever knows these can "
-    "remove the noise"
+    "reproducible, derived from the run's seed, config and code and from the fingerprint of the data (in run.sqlite): "
+    "right for a simulation, but whoever knows these can remove the noise"
 )
 NOT_COVERED = (
     "other runs on the same records, whose prices add up; people who own several records; and the run folder apart "
     "from the models: its metrics are computed without noise, and it holds the clients' checkpoints, who took part "
-    "when, and a fingerprint of the data. Keep it as you keep the data"
+    "when, and the fingerprint of the data. Keep it as you keep the data. Error messages may quote a record"
 )
 OVERLAP = ". Clients overlap: up to {} of them hold one and the same record, which is not protected as a whole"
 
@@ -101,7 +101,7 @@ class Statement:
         for release in self.releases:
             fewest, most = release.planned_per_unit
             count = str(most) if fewest == most else f"{fewest} to {most}"
-            parts.append(f"{count} times a {release.kind} {by}, each {release.what}")
+            parts.append(f"{release.kind} {by}, {'once' if count == '1' else f'{count} times, each'}: {release.what}")
         return "; ".join(parts) or "nothing"
 
 

@@ -6,10 +6,8 @@ torch loaded, tells its rounds through a pipe, leaves its result in its folder, 
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import fcntl
-import multiprocessing
 import os
 import signal
 import sys
@@ -18,7 +16,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -26,8 +23,8 @@ from typing import NoReturn
 import torch
 
 from fairveil.config import RunConfig
-from fairveil.engine.local import _without_main
 from fairveil.errors import PrivacyError, RunFault, UserError
+from fairveil.processes import end_with_parent, start
 from fairveil.run import Interrupted, RoundReport, run_in
 
 OUTPUT = "output.txt"  # what a run prints itself: it would garble the display of the sweep
@@ -61,19 +58,9 @@ class CellProcess:
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self.folder, self.ended = folder, False
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self.connection, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=_live, args=(config, folder, theirs))
-        with _without_main():
-            resource_tracker.ensure_running()  # or the fork server starts it, and it takes the mask off again
-            unmasked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                forkserver.ensure_running()  # it inherits the mask: Ctrl-C is for the sweep alone
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, unmasked)
-            self.process.start()
-        theirs.close()
+        self.process, self.connection = start(
+            _live, (config, folder), preload=PRELOAD, duplex=False, daemon=False
+        )  # fmt: skip
 
     @property
     def handles(self) -> list[Connection | int]:
@@ -123,10 +110,9 @@ class CellProcess:
         return Failure(head, head)
 
 
-def _live(config: RunConfig, folder: Path, connection: Connection) -> None:
+def _live(connection: Connection, config: RunConfig, folder: Path) -> None:
     """The life of a run's process."""
-    _die_with_the_sweep()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent()
     signal.signal(signal.SIGTERM, _interrupted)
     output = os.open(folder / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for number in (1, 2):
@@ -151,16 +137,6 @@ def _live(config: RunConfig, folder: Path, connection: Connection) -> None:
         connection.send(Failure(head, traceback.format_exc()))
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def _die_with_the_sweep() -> None:
-    """However the sweep ends: its fork server ends with it, and this process with the fork server."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    # The fork server ends when nobody holds this descriptor any more; its own children must not.
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    parent = multiprocessing.parent_process()
-    if parent is None or not parent.is_alive():
-        os._exit(1)
 
 
 def _interrupted(*_: object) -> NoReturn:

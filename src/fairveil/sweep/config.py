@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
-from fairveil.config import RunConfig, Section, make_config
+from fairveil.config import RunConfig, Section, make_config, read_toml
 from fairveil.errors import UserError, nearest
 from fairveil.options import parse, shown
 
@@ -170,14 +169,14 @@ def load_sweep(path: Path) -> Sweep:
     Raises:
         UserError: a mistake in the sweep, or in any run that it makes. Nothing is run.
     """
-    return make_sweep(_read(path, "fairveil sweep takes a file with name, base, seeds, [grid]"), path.parent)
+    return make_sweep(read_toml(path, "fairveil sweep takes a file with name, base, seeds, [grid]"), path.parent)
 
 
 def make_sweep(values: Mapping[str, Any], where: Path = Path()) -> Sweep:
     """A checked sweep from plain values, as `load_sweep` does from a file in the folder `where`."""
     plain = dict(values)
     if isinstance(plain.get("base"), str):
-        plain["base"] = _read(where / plain["base"], 'base = "run.toml", relative to the config of the sweep')
+        plain["base"] = read_toml(where / plain["base"], 'base = "run.toml", relative to the config of the sweep')
     config = parse(SweepConfig, plain)
     cells = tuple(_cells(config))
     seen: dict[str, Cell] = {}
@@ -283,13 +282,3 @@ def _slug(value: Any) -> str:
     """A value as part of a file name."""
     text = value if isinstance(value, str) else shown(value)
     return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip("-" if isinstance(value, str | dict | list) else "") or "empty"
-
-
-def _read(path: Path, fix: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        why = f"It must be a TOML file, in UTF-8: {getattr(error, 'strerror', None) or error}. {NOTHING}"
-        raise UserError(f"{path} cannot be read.", why, fix) from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML.", f"{error}. {NOTHING}", "mend that line") from error

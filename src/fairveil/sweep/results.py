@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import pandas as pd
 
 from fairveil.options import shown
 from fairveil.privacy.statement import json_number, rounded_up
+from fairveil.store import write_whole
 from fairveil.sweep.config import Cell, Sweep
 
 WORDS = ("variant", "status", "error", "config_hash", "commit", "data_fingerprint", "fairveil", "algorithm")
@@ -105,16 +105,6 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     """Write a table as CSV (floats as they are, to the last digit) or parquet, by the name of the file."""
     data = table.to_csv(index=False).encode() if path.suffix == ".csv" else table.to_parquet(index=False)
     write_whole(path, data)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    beside = path.with_name(f".{path.name}.part")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.rename(path)
 
 
 @dataclass(frozen=True)

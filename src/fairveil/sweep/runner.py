@@ -21,7 +21,7 @@ from fairveil.comparison import compare, over_seeds
 from fairveil.engine.local import usable_cores
 from fairveil.errors import RunFault, UserError
 from fairveil.run import Interrupted
-from fairveil.store import disk_faults
+from fairveil.store import disk_faults, write_whole
 from fairveil.sweep.cell import OUTPUT, PATIENCE, CellProcess, Failure
 from fairveil.sweep.config import Cell, Sweep
 from fairveil.sweep.results import (
@@ -32,7 +32,6 @@ from fairveil.sweep.results import (
     read_result,
     worst_group,
     write_table,
-    write_whole,
 )
 
 MEASURES = ("mean", "worst_group", "worst_10_percent")  # of the main metric, which variants are compared by

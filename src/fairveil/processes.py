@@ -1,0 +1,65 @@
+"""Processes of our own: from a fork server that has the heavy modules loaded, and ended with whoever started them."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import ModuleType
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def start(
+    target: Callable[..., None], args: tuple[Any, ...], *, preload: Sequence[str], duplex: bool, daemon: bool
+) -> tuple[BaseProcess, Connection]:
+    """Start a process that calls target(connection, *args), and our end of that connection.
+
+    The target calls `end_with_parent` first. Ctrl-C is not for it: it is for whoever started it to decide.
+
+    Args:
+        preload: modules that the fork server loads once, for all processes; only the first call can say.
+    """
+    CONTEXT.set_forkserver_preload(list(preload))
+    ours, theirs = CONTEXT.Pipe(duplex)
+    process = CONTEXT.Process(target=target, args=(theirs, *args), daemon=daemon)
+    with _without_main():
+        resource_tracker.ensure_running()  # or the fork server starts it, and it takes the mask off again
+        unmasked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()  # it inherits the mask
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unmasked)
+        process.start()
+    theirs.close()
+    return process, ours
+
+
+def end_with_parent() -> None:
+    """However the parent ends (by kill -9, say), its fork server ends with it, and this process with the fork server."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The fork server ends when nobody holds this descriptor any more; its own children must not.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():
+        os._exit(1)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the user's script: a process would import it, and so run it again if it has no guard for that."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
