@@ -178,13 +178,25 @@ class Endless(Smoothed):
         return super().record_losses(output, y) / 0.0
 
 
+class Weighing(Smoothed):
+    """Weighs a record by how often its class was seen so far: slowly, so that two looks hardly differ."""
+
+    def __init__(self, features: tuple[int, ...], classes: int) -> None:
+        super().__init__(features, classes)
+        self.register_buffer("seen", torch.full((classes,), 1e6))
+
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        self.seen += F.one_hot(y, len(self.seen)).sum(dim=0)
+        return super().record_losses(output, y) * (self.seen.sum() / self.seen[y])
+
+
 class Failing(Smoothed):
     def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
         return output @ y
 
 
 OWN = (WithBatchNorm, Misshapen, Choosy, Dropping, Remembering, Mixing, MixingFromZero, Lazy)
-OWN_LOSS = (Penalised, Smoothed, Averaged, Counted, Listed, Centred, Paired, Detached, Endless, Failing)
+OWN_LOSS = (Penalised, Smoothed, Averaged, Counted, Listed, Centred, Paired, Detached, Endless, Weighing, Failing)
 
 
 @pytest.fixture(autouse=True)
@@ -212,6 +224,7 @@ def _own(monkeypatch: pytest.MonkeyPatch) -> None:
         (ModelSpec("own_nets:Paired", (4,), 3), "record_losses that mixes the records", "each record's own"),
         (ModelSpec("own_nets:Detached", (4,), 3), "record_losses that has no gradient", "torch operations"),
         (ModelSpec("own_nets:Endless", (4,), 3), "record_losses that gives [inf, inf]", "finite loss"),
+        (ModelSpec("own_nets:Weighing", (4,), 3), "record_losses that answers differently", "keeps nothing"),
         (ModelSpec("own_nets:Failing", (4,), 3), "record_losses that fails", "def record_losses(self, output, y)"),
         (ModelSpec("own_nets:Remembering", (4,), 3), "answers differently each time", "keeps running values"),
         (ModelSpec("own_nets:number", (4,), 3), "did not give a torch.nn.Module but int", "torch.nn.Module"),

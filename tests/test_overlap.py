@@ -14,6 +14,7 @@ from dp_accounting.pld import PLDAccountant
 from fairveil.config import make_config
 from fairveil.data.federation import Federation
 from fairveil.data.shares import Columns
+from fairveil.errors import UserError
 from fairveil.plan import Plan, make_plan
 from fairveil.run import start_run
 from fairveil.store import Store
@@ -77,6 +78,23 @@ def test_the_statement_names_the_unit(small: dict[str, Any], runs: Path) -> None
     assert shown[0] > result.statement.epsilon / 8  # a first round of one client alone would cost less
     with Store(result.folder) as store:
         assert {unit.epsilon for unit in store.units()} == {result.statement.epsilon}
+
+
+def test_holders_that_posted_different_things_are_bounded_by_the_most_of_any(small: dict[str, Any]) -> None:
+    """A and B together can cost more than twice A, and more than twice B."""
+    plan = planned(small, OVERLAP, noise_multiplier=1.5)
+    posted = {0: Counter(a=3, b=1), 1: Counter(a=1, b=2)}
+    assert plan.by_record(posted) == [Counter(a=3, b=2)]
+    alone = planned(small, OVERLAP | {"overlap": False}, noise_multiplier=1.5)
+    assert alone.by_record(posted) == list(posted.values())
+
+
+def test_delta_is_below_one_in_all_records_that_are_held(small: dict[str, Any]) -> None:
+    """One client holds 200, so 1/200 would do; together they hold about 850 different ones."""
+    with pytest.raises(UserError, match=r"delta = 0\.002 is too large") as error:
+        planned(small, OVERLAP, noise_multiplier=1.5, delta=0.002)
+    assert "Overlapping clients hold" in error.value.why
+    assert planned(small, OVERLAP | {"overlap": False}, noise_multiplier=1.5, delta=0.002)
 
 
 def test_client_level_prices_clients_and_says_that_a_record_may_be_with_several(small: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from fairveil.config import make_config
 from fairveil.contract import differ, outcome
 from fairveil.errors import PrivacyError, UserError
 from fairveil.models import Model
-from fairveil.plan import Plan, Schedule, make_plan
+from fairveil.plan import Plan, make_plan
 from fairveil.privacy.accounting import price
 from fairveil.privacy.ledger import FEDERATION
-from fairveil.run import Interrupted, RoundReport, begin, drive, resume_run, run_plan
+from fairveil.run import Interrupted, RoundReport, begin, drive, resume_run, run_in, run_plan, start_run
+from fairveil.schedule import Schedule
 from fairveil.store import Store
 
 CLIENT_LEVEL = {"name": "dp-fedavg", "rounds": 4, "sample_rate": 0.5}
@@ -334,3 +337,88 @@ def test_the_python_interface_is_what_it_says() -> None:
     with pytest.raises(AttributeError):
         _ = fairveil.nonsense
     assert np.isfinite(fairveil.make_plan(fairveil.load_config(Path("examples/digits/global.toml"))).price.epsilon)
+
+
+# ---- which run it is -------------------------------------------------------------------------------
+
+
+NET = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self, features, classes):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, classes)
+    def forward(self, x):
+        return self.linear(x.flatten(1)){}
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's own model, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "own_net", raising=False)
+    path = tmp_path / "own_net.py"
+    path.write_text(NET.format(""))
+    return path
+
+
+def test_edited_code_is_another_run_with_other_noise(small: dict[str, Any], net: Path, runs: Path) -> None:
+    """Under the same noise, the difference of two models would be the difference of exact sums."""
+    config = make_config(small | {"model": {"name": "own_net:Net"}})
+    before = make_plan(config)
+    folder = run_plan(before, runs=runs).folder
+    assert make_plan(config).root == before.root
+    net.write_text(NET.format(" * 1.0"))
+    sys.modules.pop("own_net")
+    after = make_plan(config)
+    assert after.root != before.root and after.config.digest() == before.config.digest()
+    with pytest.raises(UserError, match=r"the code of .* has changed"):
+        resume_run(folder)
+
+
+def test_a_run_in_a_given_folder_starts_there_and_goes_on_there(small: dict[str, Any], tmp_path: Path) -> None:
+    config = make_config(small)
+
+    def stop(report: RoundReport) -> None:
+        if report.round == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        run_in(config, tmp_path / "here", progress=stop)
+    two = make_config(small | {"engine": {"workers": 2}})  # another engine, the same run
+    assert run_in(two, tmp_path / "here").metrics == run_in(config, tmp_path / "there").metrics
+    with pytest.raises(UserError, match="another config"):
+        run_in(make_config(small | {"seed": 1}), tmp_path / "here")
+
+
+def test_a_result_says_what_it_is_a_result_of_and_not_the_key_to_its_noise(small: dict[str, Any], runs: Path) -> None:
+    config = make_config(small | {"seed": 3})
+    result = start_run(config, runs=runs)
+    written = json.loads((result.folder / "result.json").read_text())
+    assert written["seed"] == 3 and written["config_hash"] == config.digest() and written["name"] == "run"
+    assert written["commit"] and written["fairveil"] == version("fairveil") and written["clients"] == 5
+    fingerprint = config.build_federation().fingerprint
+    assert fingerprint not in (result.folder / "result.json").read_text()
+    assert fingerprint not in (result.folder / "statement.json").read_text()
+    other = start_run(make_config(small | {"seed": 4}), runs=runs)
+    assert written["data_fingerprint"] != other.provenance["data_fingerprint"]  # another split
+
+
+def test_clients_without_test_records_take_part_and_are_not_scored(tmp_path: Path) -> None:
+    rows = [f"{client},{n % 2},{n}" for client in "abc" for n in range(20 if client != "c" else 1)]
+    (tmp_path / "t.csv").write_text("\n".join(["client,y,x", *rows]))
+    config = {
+        "data": {"dataset": "file", "options": {"path": str(tmp_path / "t.csv")}},
+        "model": {"name": "logistic"},
+        "algorithm": {"name": "local", "rounds": 1},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
+        "engine": {"workers": 1},
+    }
+    result = start_run(make_config(config), runs=tmp_path / "runs")
+    assert result.clients == 3 and result.metrics["accuracy"].clients == 2
+    with Store(result.folder) as store:
+        assert {unit for unit, *_ in store.ledger.entries()} == {0, 1, 2}
+        assert store.database.execute("SELECT name FROM client ORDER BY client").fetchall() == [("a",), ("b",), ("c",)]

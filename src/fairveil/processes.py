@@ -44,7 +44,7 @@ def start(
 
 
 def end_with_parent() -> None:
-    """However the parent ends (by kill -9, say), its fork server ends with it, and this process with the fork server."""
+    """However the parent ends (by kill -9, say), its fork server ends with it, and this process with that."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The fork server ends when nobody holds this descriptor any more; its own children must not.

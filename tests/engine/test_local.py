@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from fairveil.data.datasets import build_federation
 from fairveil.data.federation import Federation
 from fairveil.engine.local import LocalEngine
 from fairveil.errors import RunFault, UserError
 from fairveil.models import ModelSpec
+from fairveil.privacy.mechanisms import NoisyTraining
 from fairveil.privacy.release import Kept, Public, Reply
 from fairveil.session import Call, Job, Member
 
@@ -402,3 +407,106 @@ def test_nothing_is_written_in_place(task: Any, workers: int) -> None:
     asked = Job(task, "round 1, ask 1", {"start": torch.zeros(650)}, calls)
     with engine(own, workers) as running, pytest.raises(TypeError, match="in place"):
         list(running.run(asked))
+
+
+class Counting(torch.nn.Module):
+    """A model that counts, in a loss of its own; the first look does not show it."""
+
+    def __init__(self, features: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(int(np.prod(features)), classes)
+        self.register_buffer("seen", torch.zeros(1))
+        self.asked = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.asked += 1
+        if self.asked > 20:  # after the checks at the start
+            self.seen += 1
+        output: Tensor = self.linear(x.flatten(1))
+        return output
+
+
+def keep_asking(members: Sequence[Member]) -> list[Reply]:
+    for member in members:
+        for _ in range(30):
+            member.model.predict(torch.zeros(member.model.parameters), member.data.train.x)
+    return [Reply(Kept()) for _ in members]
+
+
+def test_a_model_that_remembers_is_found_out() -> None:
+    """What it keeps of one client's records would go into the updates of the next."""
+    federation = build_federation("digits", {}, {"kind": "iid", "clients": 2}, 0)
+    spec = ModelSpec(f"{__name__}:Counting", federation.features, 10)
+    job = Job(keep_asking, "round 1, ask 1", {}, [Call(client) for client in range(2)])
+    with (
+        LocalEngine(federation, spec, root="a run", workers=1) as engine,
+        pytest.raises(TypeError, match="running values"),
+    ):
+        list(engine.run(job))
+
+
+def release_of_the_first(members: Sequence[Member]) -> list[Reply]:
+    """A mistake in a loop: every client answers with what the first one's records give."""
+    return [Reply(cast(NoisyTraining, member.mechanism).release(members[0])[0]) for member in members]
+
+
+def test_a_release_is_of_the_client_it_is_given_for() -> None:
+    """Two scales of one noise could be solved for the records, and the second ledger would know nothing of them."""
+    federation = build_federation("digits", {}, {"kind": "iid", "clients": 2}, 0)
+    spec = ModelSpec("logistic", federation.features, 10)
+    inputs: dict[str, Any] = {"model": torch.zeros(650), "learning_rate": 0.1}
+    calls = [Call(client, mechanism=NoisyTraining(0.1, 1, 1.0, 1.0, 32.0)) for client in range(2)]
+    job = Job(release_of_the_first, "round 1, ask 1", inputs, calls)
+    with (
+        LocalEngine(federation, spec, root="a run", workers=1) as engine,
+        pytest.raises(TypeError, match="the release of another"),
+    ):
+        list(engine.run(job))
+
+
+BUSY = """
+import os, time
+from pathlib import Path
+def work(members):
+    Path(f"{os.getpid()}.pid").touch()
+    time.sleep(60)
+"""
+RUNNER = """
+import busy
+from fairveil.data.datasets import build_federation
+from fairveil.engine.local import LocalEngine
+from fairveil.models import ModelSpec
+from fairveil.session import Call, Job
+federation = build_federation("digits", {}, {"kind": "iid", "clients": 2}, 0)
+with LocalEngine(federation, ModelSpec("logistic", federation.features, 10), root="a run", workers=2) as engine:
+    list(engine.run(Job(busy.work, "round 1, ask 1", {}, [Call(0), Call(1)])))
+"""
+
+
+def test_workers_die_with_a_runner_that_is_killed_while_they_are_busy(tmp_path: Path) -> None:
+    (tmp_path / "busy.py").write_text(BUSY)
+    (tmp_path / "runner.py").write_text(RUNNER)
+    runner = subprocess.Popen(
+        [sys.executable, "runner.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    try:
+        workers = _soon(lambda: [p.stem for p in tmp_path.glob("*.pid")], lambda found: len(found) == 2, 60)
+    finally:
+        runner.kill()
+        runner.wait()
+    _soon(lambda: [pid for pid in workers if _alive(pid)], lambda left: not left, 5)
+
+
+def _soon(look: Any, right: Any, seconds: float) -> Any:
+    deadline = time.monotonic() + seconds
+    while not right(found := look()):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    return found
+
+
+def _alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

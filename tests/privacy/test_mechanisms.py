@@ -356,7 +356,7 @@ def test_a_share_of_the_wrong_shape_or_name_is_refused() -> None:
 
 def test_only_mechanisms_mint() -> None:
     with pytest.raises(TypeError, match=r"return mechanism\.release"):
-        Release({"update": torch.zeros(1)}, NoisyTraining(1.0, 1, 1.0, 1.0, 1.0))
+        Release({"update": torch.zeros(1)}, NoisyTraining(1.0, 1, 1.0, 1.0, 1.0), ())
     with pytest.raises(TypeError, match=r"return mechanism\.share"):
         Share({"update": torch.zeros(1)}, two_parts())
 
