@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import fairveil
 from fairveil.contract import check_algorithm
 from fairveil.data.archive import Stored
 from fairveil.data.datasets import find_dataset
+from fairveil.data.files import File
+from fairveil.options import parse
 from fairveil.sweep import load_sweep
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +76,17 @@ def test_the_readme_shows_what_the_demo_prints(name: str, tmp_path: Path) -> Non
     found = result.metrics["accuracy"]
     printed = [found.by_group["0°"], found.by_group[found.worst_group], found.mean, found.disparity]
     assert printed == pytest.approx(shown, abs=0.02)
+
+
+def test_the_columns_that_the_document_declares_can_be_declared() -> None:
+    data = tomllib.loads(block("docs/data.md", "toml"))["data"]
+    file = parse(File, data["options"], "data.options")
+    assert find_dataset(data["dataset"]) is File and set(file.prepare) > {"age", "ward", "weight"}
+
+
+def test_the_sweep_that_the_document_shows_is_the_example() -> None:
+    shown = tomllib.loads(block("docs/sweeps.md", "toml"))
+    assert shown == tomllib.loads((ROOT / "examples/digits/sweep.toml").read_text())
 
 
 EXAMPLES = sorted((ROOT / "examples").rglob("*.toml"))
