@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+
+from fairveil import cli, terminal
 
 torch.set_num_threads(1)
 
@@ -36,3 +40,24 @@ def small() -> dict[str, Any]:
 def runs(tmp_path: Path) -> Path:
     """Where run folders go."""
     return tmp_path / "runs"
+
+
+@pytest.fixture
+def fairveil(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """Call the command in this process, in an empty folder: exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["fairveil", *arguments])
+        for name, stderr in (("out", False), ("err", True)):
+            console = Console(highlight=False, width=300, stderr=stderr)
+            for module in (cli, terminal):
+                monkeypatch.setattr(module, name, console)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(stopped.value.code or 0), printed.out, printed.err
+
+    return call

@@ -8,30 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-
-from fairveil import cli, terminal
 
 Fairveil = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def fairveil(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Fairveil:
-    """Call the command in this process, in an empty folder: exit code, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["fairveil", *arguments])
-        for name, stderr in (("out", False), ("err", True)):
-            console = Console(highlight=False, width=300, stderr=stderr)
-            for module in (cli, terminal):
-                monkeypatch.setattr(module, name, console)
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        printed = capsys.readouterr()
-        return int(stopped.value.code or 0), printed.out, printed.err
-
-    return call
 
 
 def one_object(text: str) -> Any:

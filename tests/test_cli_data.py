@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from fairveil import cli, terminal
 from fairveil.data.archive import Archive, Asset, Stored
 from fairveil.data.datasets import DATASETS
 from fairveil.data.federation import Pool
@@ -29,8 +27,8 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def fairveil(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Fairveil]:
-    """The command in this process, and `things` as the only published dataset, served from the folder `site`."""
+def data(fairveil: Fairveil, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fairveil]:
+    """The data commands, and `things` as the only published dataset, served from the folder `site`."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "things.bin").write_bytes(CONTENT)
     handler = functools.partial(Quiet, directory=str(tmp_path / "site"))
@@ -57,20 +55,7 @@ def fairveil(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     monkeypatch.delenv("FAIRVEIL_DATA", raising=False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr("fairveil.data.download.PAUSES", (0.0, 0.0))
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["fairveil", "data", *arguments])
-        for name, stderr in (("out", False), ("err", True)):
-            console = Console(highlight=False, width=300, stderr=stderr)
-            for module in (cli, terminal):
-                monkeypatch.setattr(module, name, console)
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        printed = capsys.readouterr()
-        return int(stopped.value.code or 0), printed.out, printed.err
-
-    yield call
+    yield functools.partial(fairveil, "data")
     server.shutdown()
     server.server_close()
     thread.join(5)
@@ -81,46 +66,46 @@ def rows(text: str) -> list[dict[str, Any]]:
     return json.loads(text)
 
 
-def test_list_get_check(fairveil: Fairveil, tmp_path: Path) -> None:
+def test_list_get_check(data: Fairveil, tmp_path: Path) -> None:
     at = tmp_path / "cache" / "data" / "things_v1" / "things.bin"
-    code, out, _ = fairveil("list", "--json")
+    code, out, _ = data("list", "--json")
     expected = {"name": "things", "what": "Three things.", "records": 3, "licence": "CC0"}
     assert code == 0 and rows(out) == [expected | {"where": "missing; fairveil data get things"}]
-    code, out, err = fairveil("get", "things")
+    code, out, err = data("get", "things")
     assert code == 0 and out == f"downloaded:    {at}\n" and "things.bin" in err and at.read_bytes() == CONTENT
-    code, out, err = fairveil("get", "things")
+    code, out, err = data("get", "things")
     assert code == 0 and out == f"there already: {at}\n" and err.strip() == ""
-    code, out, _ = fairveil("list", "--json")
+    code, out, _ = data("list", "--json")
     assert rows(out)[0]["where"] == str(at.parent)
-    code, out, _ = fairveil("check", "--json")
+    code, out, _ = data("check", "--json")
     row = {"dataset": "things", "file": "things.bin", "state": "ok", "where": str(at), "note": ""}
     assert code == 0 and rows(out) == [row]
     for command in ("list", "check"):
-        code, out, _ = fairveil(command)
+        code, out, _ = data(command)
         assert code == 0 and "things" in out
 
 
-def test_a_folder_of_the_users_own(fairveil: Fairveil, tmp_path: Path) -> None:
-    code, out, _ = fairveil("get", "things", "--folder", "mine")
+def test_a_folder_of_the_users_own(data: Fairveil, tmp_path: Path) -> None:
+    code, out, _ = data("get", "things", "--folder", "mine")
     at = Path("mine") / "things_v1" / "things.bin"
     assert code == 0 and out == f"downloaded:    {at}\n" and (tmp_path / at).read_bytes() == CONTENT
-    code, out, _ = fairveil("check", "things", "--folder", "mine", "--json")
+    code, out, _ = data("check", "things", "--folder", "mine", "--json")
     assert code == 0 and rows(out)[0]["state"] == "ok"
-    code, out, _ = fairveil("check", "things", "--json")
+    code, out, _ = data("check", "things", "--json")
     assert code == 0 and rows(out)[0]["state"] == "missing"  # nowhere else
     at.write_bytes(b"something else.")
-    code, out, _ = fairveil("check", "--folder", "mine", "--json")
+    code, out, _ = data("check", "--folder", "mine", "--json")
     assert code == 1 and rows(out)[0]["state"] == "wrong"
-    code, out, err = fairveil("get", "things", "--folder", "mine")
+    code, out, err = data("get", "things", "--folder", "mine")
     assert code == 2 and "is not the file of things that was published" in err and at.read_bytes() != CONTENT
 
 
-def test_faults_and_mistakes(fairveil: Fairveil, tmp_path: Path) -> None:
+def test_faults_and_mistakes(data: Fairveil, tmp_path: Path) -> None:
     (tmp_path / "site" / "things.bin").unlink()
-    code, _, err = fairveil("get", "things")
+    code, _, err = data("get", "things")
     assert code == 1 and "things.bin could not be downloaded" in err and "HTTP 404" in err and "Traceback" not in err
-    code, _, err = fairveil("get", "digits")
+    code, _, err = data("get", "digits")
     assert code == 2 and "digits is not a set of published files" in err
     for command in ("get", "check"):
-        code, _, err = fairveil(command, "thing")
+        code, _, err = data(command, "thing")
         assert code == 2 and '"thing" is not known' in err and "things" in err

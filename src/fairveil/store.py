@@ -16,10 +16,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import numpy as np
 import torch
@@ -103,7 +102,7 @@ class Store:
         with disk_faults(folder), ExitStack() as opened:
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             lock = opened.enter_context((folder / "lock").open("w"))
-            self._hold(lock)
+            hold(lock, folder, "Another process is running this run; two at once would spend its budget twice.")
             self.database = opened.enter_context(closing(sqlite3.connect(folder / "run.sqlite")))
             self.database.execute("PRAGMA journal_mode = WAL")
             self.database.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
@@ -219,15 +218,13 @@ class Store:
             self._words[text] = number
         return self._words[text]
 
-    def _hold(self, lock: TextIOWrapper) -> None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{self.folder} is in use.",
-                "Another process is running this run; two at once would spend its budget twice.",
-                "wait for it, or stop it first",
-            ) from None
+
+def hold(lock: TextIO, folder: Path, why: str) -> None:
+    """Take a folder for this process alone, for as long as its lock file is open."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{folder} is in use.", why, "wait for it, or stop it first") from None
 
 
 def new_folder(runs: Path, name: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from fairveil.comparison import compare, over_seeds
 from fairveil.engine.local import usable_cores
 from fairveil.errors import RunFault, UserError
 from fairveil.run import Interrupted
-from fairveil.store import disk_faults, write_whole
+from fairveil.store import disk_faults, hold, write_whole
 from fairveil.sweep.cell import OUTPUT, PATIENCE, CellProcess, Failure
 from fairveil.sweep.config import Cell, Sweep
 from fairveil.sweep.results import (
@@ -291,14 +290,7 @@ def _held(folder: Path) -> Iterator[None]:
                 f"A sweep keeps its runs and results there ({error.strerror}). Nothing was run.",
                 "--sweeps FOLDER, a folder you may write to",
             ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{folder} is in use.",
-                "Another process is running this sweep; two at once would do its runs twice.",
-                "wait for it, or stop it first",
-            ) from None
+        hold(lock, folder, "Another process is running this sweep; two at once would do its runs twice.")
         yield
 
 
