@@ -657,7 +657,6 @@ def untouched(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {name: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in stats.items()}
 
 
-@pytest.mark.slow
 def test_killed_again_and_again(base: dict[str, Any], start: Callable[..., Command]) -> None:
     """24 runs, killed with kill -9 at random moments until they are all finished.
 

@@ -149,7 +149,7 @@ def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
     for column in words:
         table.add_column(column)
     for column in numbers:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
