@@ -92,7 +92,7 @@ def test_a_folder_of_the_users_own(data: Fairveil, tmp_path: Path) -> None:
     code, out, _ = data("check", "things", "--folder", "mine", "--json")
     assert code == 0 and rows(out)[0]["state"] == "ok"
     code, out, _ = data("check", "things", "--json")
-    assert code == 0 and rows(out)[0]["state"] == "missing"  # nowhere else
+    assert code == 1 and rows(out)[0]["state"] == "missing"  # nowhere else, and it was asked for
     at.write_bytes(b"something else.")
     code, out, _ = data("check", "--folder", "mine", "--json")
     assert code == 1 and rows(out)[0]["state"] == "wrong"

@@ -128,7 +128,7 @@ def test_the_printed_epsilon_is_never_below_the_proved_one(small: dict[str, Any]
 def test_client_level_statement_names_the_trusted_server(small: dict[str, Any]) -> None:
     text = make_plan(make_config(small | {"algorithm": CLIENT_LEVEL})).statement().sentence()
     assert "one client with all its records" in text and "Trusted: the server" in text
-    assert "noisy sum over a cohort by the federation, 4 times, each: " in text
+    assert "noisy sum over a cohort (update) by the federation, 4 times, each: " in text
 
 
 def test_without_noise_no_number_is_claimed(small: dict[str, Any], runs: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -159,14 +160,16 @@ def sweep(
     as_json: AsJson = False,
 ) -> None:
     """Run variants x grid x seeds. What is finished is kept: the same command goes on after any interruption."""
+    from fairveil.errors import RunFault, UserError
     from fairveil.run import Interrupted
     from fairveil.sweep import load_sweep, run_sweep
     from fairveil.sweep.display import Display, print_sweep
 
     try:
         loaded = load_sweep(config)
-        for dataset in {cell.config.data.dataset: cell.config for cell in loaded.cells}.values():
-            _with_data(dataset)
+        for one in {cell.config.data.dataset: cell.config for cell in loaded.cells}.values():
+            with suppress(UserError, RunFault):  # those runs will say so, and others go on
+                _with_data(one)
         with Display(loaded, err) as display:
             result = run_sweep(loaded, sweeps / loaded.name, jobs, display)
     except (Interrupted, KeyboardInterrupt) as stopped:
@@ -257,7 +260,7 @@ def check_data(
     archives = [archive_of(name, find_dataset(name))] if name else [c.archive for c in stored(DATASETS).values()]
     rows = check_all(archives, folder)
     print_rows(rows, as_json)
-    if any(row["state"] == "wrong" for row in rows):
+    if any(row["state"] == "wrong" or (name and row["state"] == "missing") for row in rows):
         raise typer.Exit(1)
 
 
@@ -302,7 +305,9 @@ def list_runs(
     rows = []
     for path in folders:
         result = path.parent / "result.json"
-        values = json.loads(result.read_text()) if result.exists() else {}
+        values = {}
+        with suppress(OSError, ValueError):  # not finished, or damaged
+            values = json.loads(result.read_text())
         rows.append(
             {
                 "run": str(path.parent),

@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from fairveil.algorithms import find_algorithm
 from fairveil.algorithms.base import Algorithm, Unit
-from fairveil.data.datasets import build_federation
+from fairveil.data.datasets import build_federation, check_dataset
 from fairveil.data.federation import Federation
 from fairveil.errors import UserError
-from fairveil.models import ModelSpec
+from fairveil.models import ModelSpec, check_model
 from fairveil.options import parse, shown
 from fairveil.plugins import source_digest
 from fairveil.privacy.accounting import Accountant, Adjacency
@@ -134,7 +134,7 @@ class RunConfig(Section):
 
     schema_version: Literal[1] = 1
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     data: DataConfig
     model: ModelConfig
     algorithm: AlgorithmConfig
@@ -165,7 +165,26 @@ class RunConfig(Section):
 
     def model_spec(self, federation: Federation) -> ModelSpec:
         """How to build the model for this federation's records."""
-        return ModelSpec(self.model.name, federation.features, federation.classes, self.model.options)
+        options = self.model.options
+        if federation.tokens is not None and self.model.name == "lstm":
+            options = {"vocabulary": federation.tokens, **options}  # what the words were numbered by
+        words = federation.tokens is not None
+        reads_words = self.model.name == "lstm" and len(federation.features) == 1
+        if ":" not in self.model.name and words != reads_words:
+            raise UserError(
+                f"model.name = {shown(self.model.name)} does not fit {federation.name}.",
+                "Its records hold the numbers of words, which are names and not amounts."
+                if words
+                else "It reads numbers of words, but the records hold amounts: each would be taken for a word.",
+                'model.name = "lstm"' if words else 'model.name = "mlp", or a column declared as kind = "text"',
+            )
+        if words and reads_words and options["vocabulary"] != federation.tokens:
+            raise UserError(
+                f"model.vocabulary = {shown(options['vocabulary'])} is not that of the data.",
+                f"The words are numbered below {federation.tokens:,}; other numbers would run together, or never come.",
+                "leave out model.vocabulary",
+            )
+        return ModelSpec(self.model.name, federation.features, federation.classes, options)
 
     def resolved(self) -> dict[str, Any]:
         """The config with every default written out, hyper-parameters of the algorithm included."""
@@ -220,7 +239,7 @@ def read_toml(path: Path, fix: str) -> dict[str, Any]:
 
 def make_config(values: Mapping[str, Any], settings: Sequence[str] = ()) -> RunConfig:
     """A checked config from plain values, as `load_config` does from a file."""
-    plain: dict[str, Any] = json.loads(json.dumps(values))  # a deep copy, of plain values only
+    plain = _plain(values)
     for setting in settings:
         _lay_over(plain, setting)
     if plain.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
@@ -230,13 +249,41 @@ def make_config(values: Mapping[str, Any], settings: Sequence[str] = ()) -> RunC
             f"schema_version = {SCHEMA_VERSION}",
         )
     config = parse(RunConfig, plain)
-    config.build_algorithm()  # its hyper-parameters are checked here, not when the run is under way
+    # what can be checked without the data is checked here, not when the run is under way
+    config.build_algorithm()
+    check_dataset(config.data.dataset, config.data.options, config.data.split)
+    check_model(config.model.name, config.model.options)
     return config
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A deep copy, of plain values only."""
+    try:
+        copied: dict[str, Any] = json.loads(json.dumps(values))
+    except TypeError as error:  # TOML knows dates
+        raise UserError(
+            f"the config holds a value that no key takes: {error}.",
+            "Values are numbers, texts, true and false, lists and tables of them. Nothing was run.",
+            "put a date in quotes",
+        ) from None
+    return copied
+
+
+def key_path(key: str) -> list[str]:
+    """The parts of a key with dots, as TOML reads it: a part in quotes may hold a dot itself."""
+    try:
+        values, path = tomllib.loads(f"{key} = 0"), []
+        while isinstance(values, dict):
+            ((name, values),) = values.items()
+            path.append(name)
+        return path
+    except (tomllib.TOMLDecodeError, ValueError):
+        return [part.strip() for part in key.split(".")]
 
 
 def _lay_over(values: dict[str, Any], setting: str) -> None:
     key, found, text = setting.partition("=")
-    *sections, name = key.strip().split(".")
+    *sections, name = key_path(key)
     if not found or not all([*sections, name]):
         raise UserError(
             f"--set {setting} is not a setting.",

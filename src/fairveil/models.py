@@ -51,10 +51,7 @@ class ModelSpec:
 
     def module(self, stream: Stream) -> nn.Module:
         """A module with fresh parameters drawn from `stream`; the global generator is left as it was."""
-        factory = load_object("model.name", self.name) if ":" in self.name else MODELS.get(self.name)
-        if factory is None:
-            raise unknown("model.name", self.name, MODELS)
-        _check_options(factory, self.options)
+        factory = check_model(self.name, self.options)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(stream.numpy.integers(2**63)))
             try:
@@ -64,6 +61,12 @@ class ModelSpec:
                     f"model.name = {shown(self.name)} could not be built.",
                     f"It is called as Class(features, classes, **options), and said: {error}.",
                     "class Net(torch.nn.Module): def __init__(self, features, classes): ...",
+                ) from error
+            except (RuntimeError, MemoryError) as error:
+                raise UserError(
+                    f"model.name = {shown(self.name)} could not be built.",
+                    f"torch said: {(str(error) or 'no memory').splitlines()[0]}",
+                    f"a smaller model than {shown(dict(self.options))}",
                 ) from error
         if not isinstance(module, nn.Module):
             raise UserError(
@@ -241,10 +244,20 @@ class _WithLoss(nn.Module):
         return self.module.record_losses(self.module(x), y)  # type: ignore[operator]
 
 
-def _check_options(factory: Callable[..., nn.Module], options: Mapping[str, Any]) -> None:
+def check_model(name: str, options: Mapping[str, Any]) -> Callable[..., nn.Module]:
+    """What builds the model of this name, if it takes these options; all that can be checked without data."""
+    factory: Callable[..., nn.Module] | None = load_object("model.name", name) if ":" in name else MODELS.get(name)
+    if factory is None:
+        raise unknown("model.name", name, MODELS)
+    if not callable(factory):
+        raise UserError(
+            f"model.name = {shown(name)} is not a model.",
+            "It is called as Class(features, classes, **options).",
+            "a class derived from torch.nn.Module",
+        )
     accepted = list(inspect.signature(factory).parameters.values())[2:]
     if any(p.kind is p.VAR_KEYWORD for p in accepted):
-        return
+        return factory
     names = [p.name for p in accepted]
     for key in options.keys() - set(names):
         near = nearest(key, names)
@@ -253,6 +266,7 @@ def _check_options(factory: Callable[..., nn.Module], options: Mapping[str, Any]
             f"Its options are: {', '.join(names) or 'none'}.",
             f"model.{near}" if near else f"remove model.{key}",
         )
+    return factory
 
 
 def _refuse_mixing_layers(module: nn.Module) -> None:

@@ -56,7 +56,8 @@ def _explained(model: type[BaseModel], error: ErrorDetails, key: str) -> UserErr
             f"Known here: {', '.join(known) or 'none'}.\nA misspelt key would leave its default in force, unseen.",
             f"{'.'.join(filter(None, [prefix, near]))} = {shown(error['input'])}" if near else f"leave out {where}",
         )
-    fix = f"{place} = {_example(field, error) if field else '{}'}"
+    example = _example(field, error) if field else "{}"
+    fix = f"{place} = {example}" if example != "null" else f"leave out {place}"  # TOML has no null
     if error["type"] == "missing":
         return UserError(f"{where} is missing.", "It has no default. Nothing was run.", fix)
     return UserError(f"{typed} is not valid.", f"{error['msg']}. Nothing was run.", fix)

@@ -262,7 +262,7 @@ def _check_delta(config: RunConfig, algorithm: Algorithm[Any], federation: Feder
             f"privacy.delta = {delta:g} is too large.",
             f"{who}; delta must stay below 1/n = {1 / count:.2g},\n"
             f"or whole {algorithm.unit}s could be published and still satisfy the guarantee.",
-            f"privacy.delta = {10.0 ** math.floor(math.log10(0.5 / count)):.0e}",
+            f"privacy.delta = {10.0 ** math.floor(math.log10(0.9 / count)):.0e}",
         )
 
 

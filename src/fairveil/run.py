@@ -53,7 +53,7 @@ class RunResult:
     seconds: float
     statement: Statement
     metrics: Mapping[str, Summary]  # "loss", and "accuracy" or "rmse", over clients' test records
-    provenance: Mapping[str, str | int]  # name, seed, config_hash, commit, data_fingerprint, version of fairveil
+    provenance: Mapping[str, str | int]  # name, seed, config_hash, commit, data_fingerprint, fairveil, code
     clients: int  # all of them; those without test records are not in the metrics
 
     @property
@@ -292,6 +292,7 @@ def _finish(plan: Plan, store: Store) -> RunResult:
         "commit": store.meta("commit") or "none",  # of the code that began the run
         "data_fingerprint": published(plan.federation.fingerprint),
         "fairveil": store.meta("fairveil") or "none",
+        "code": plan.code,
     }
     result = RunResult(
         store.folder, name, plan.algorithm.rounds, store.seconds(), statement, metrics, provenance,

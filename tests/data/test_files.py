@@ -236,7 +236,7 @@ def test_features_that_are_not_finite(table: pd.DataFrame, tmp_path: Path, value
 def test_features_that_are_not_numbers(table: pd.DataFrame, tmp_path: Path) -> None:
     path = write(table, tmp_path / "t.csv")
     error = fails(path, features=["age", "note"])
-    assert error.what == 'data.options.features holds "note", which is not numeric.' and '"text"' in error.why
+    assert error.what == 'column "note" is not numeric.' and '"text"' in error.why
     error = fails(path, features=["age", "y"])
     assert "also the client, target or group" in error.what
     assert error.fix == 'data.options.features = ["age"]'

@@ -15,14 +15,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
 from fairveil.data.tables import MISSING_NUMBER, numeric
-from fairveil.errors import UserError
-from fairveil.options import shown
+from fairveil.errors import UserError, nearest
+from fairveil.options import parse, shown
 
 if TYPE_CHECKING:
     from fairveil.data.tables import Column
@@ -72,7 +72,7 @@ class Range(Declared):
         return [name]
 
     def encode(self, cells: Cells, absent: np.ndarray, name: str) -> np.ndarray:
-        return _between(cells.numbers(absent, name), self.low, self.high)[:, None]
+        return _between(cells.numbers(absent, name, bounded=True), self.low, self.high)[:, None]
 
 
 class Category(Declared):
@@ -86,6 +86,16 @@ class Category(Declared):
     kind: Literal["category"] = "category"
     values: tuple[Value, ...] = Field(min_length=1)
     other: bool = False
+
+    @model_validator(mode="after")
+    def _different(self) -> Self:
+        if len(set(self.values)) < len(self.values):
+            raise UserError(
+                f"data.options.prepare: values = {shown(self.values)} has one value twice.",
+                "Each makes a column of its own.",
+                f"values = {shown(list(dict.fromkeys(self.values)))}",
+            )
+        return self
 
     @property
     def holds_words(self) -> bool:
@@ -143,11 +153,11 @@ class Standard(Declared):
         return [name]
 
     def encode(self, cells: Cells, absent: np.ndarray, name: str) -> np.ndarray:
-        values = cells.numbers(absent, name)
+        values = cells.numbers(absent, name, bounded=self.low is not None)
         if self.low is not None and self.high is not None:
             return _between(values, self.low, self.high)[:, None]  # standardised later, by what is released
-        mean, std = self.mean, self.std
-        if mean is None or std is None:
+        mean, std = self.mean or 0.0, self.std
+        if std is None and not absent.all():
             mean, std = float(values[~absent].mean()), float(values[~absent].std())
         return ((values - mean) / (std or 1.0))[:, None]
 
@@ -159,8 +169,8 @@ class Text(Declared):
     """
 
     kind: Literal["text"] = "text"
-    length: Annotated[int, Field(ge=1)] = 25
-    vocabulary: Annotated[int, Field(ge=2)] = 4096
+    length: Annotated[int, Field(ge=1, le=10_000)] = 25
+    vocabulary: Annotated[int, Field(ge=2, le=10_000_000)] = 4096
 
     @property
     def holds_words(self) -> bool:
@@ -182,7 +192,27 @@ class Text(Declared):
         return tokens
 
 
-AnyColumn = Annotated[Range | Category | Standard | Text, Field(discriminator="kind")]
+AnyColumn = Range | Category | Standard | Text
+KINDS: dict[str, type[AnyColumn]] = {"range": Range, "category": Category, "standard": Standard, "text": Text}
+
+
+def parse_columns(prepare: Any) -> Any:
+    """The declarations that were typed, one by one, so that an error names the column and what its kind takes."""
+    if not isinstance(prepare, Mapping):
+        return prepare
+    found = {}
+    for name, values in prepare.items():
+        key = f"data.options.prepare.{name}"
+        kind = values.get("kind") if isinstance(values, Mapping) else getattr(values, "kind", None)
+        if kind not in KINDS:
+            given = " is missing" if kind is None else f" = {shown(kind)} is not known"
+            raise UserError(
+                f"{key}.kind{given}.",
+                f"It must be one of: {', '.join(KINDS)}. Nothing was run.",
+                f"{key}.kind = {shown(nearest(str(kind), KINDS) or 'range')}",
+            )
+        found[name] = parse(KINDS[kind], values, key) if isinstance(values, Mapping) else values
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,12 +225,14 @@ class Prepared:
         to_standardise: which of them are to be standardised by statistics that the clients release, each with the
             column that says where it is missing.
         public: what was taken as public on the way, and why.
+        tokens: how many words there are, if these are their numbers.
     """
 
     x: np.ndarray
     names: tuple[str, ...]
     to_standardise: tuple[tuple[int, int | None], ...]
     public: Mapping[str, str]
+    tokens: int | None = None
 
 
 def prepare(columns: Mapping[str, Column], chosen: Sequence[str], declared: Mapping[str, Declared]) -> Prepared:
@@ -242,7 +274,9 @@ def prepare(columns: Mapping[str, Column], chosen: Sequence[str], declared: Mapp
     _check_finite(x, names)
     if declared:
         public["ranges, categories and constants of the columns"] = "taken as chosen without a look at the records"
-    return Prepared(x.astype(np.float32), tuple(names), tuple(released), public)
+    how = declared[text] if text else None
+    tokens = how.vocabulary if isinstance(how, Text) else None
+    return Prepared(x.astype(np.float32), tuple(names), tuple(released), public, tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +303,9 @@ class Cells:
         if numeric(column):
             return cls(np.asarray(series.to_numpy(dtype=np.float64, na_value=np.nan)), None, empty)
         text = series.astype("object").where(~empty, "").astype(str)
-        return cls(np.asarray(pd.to_numeric(text, errors="coerce"), dtype=np.float64), text.to_numpy(object), empty)
+        # truth values are numbers, as they are in a file that knows types
+        spelt = text.str.strip().str.lower().map({"true": "1", "false": "0"}).fillna(text)
+        return cls(np.asarray(pd.to_numeric(spelt, errors="coerce"), dtype=np.float64), text.to_numpy(object), empty)
 
     def shown(self, row: int) -> str:
         """A cell as text."""
@@ -287,17 +323,18 @@ class Cells:
         columns = [self.text == value if isinstance(value, str) else self.number == value for value in values]
         return np.stack([np.asarray(column, dtype=bool) for column in columns], axis=1)
 
-    def numbers(self, absent: np.ndarray, name: str) -> np.ndarray:
-        """(n,) float64, 0 where absent."""
+    def numbers(self, absent: np.ndarray, name: str, *, bounded: bool = False) -> np.ndarray:
+        """(n,) float64, 0 where absent; bounded: however large, since they are going to be clipped."""
         values = np.where(absent, 0.0, self.number)
-        bad = ~(np.abs(values) <= np.finfo(np.float32).max)  # NaN, infinite, or so as float32
+        # NaN, infinite, or so as float32
+        bad = np.isnan(values) if bounded else ~(np.abs(values) <= np.finfo(np.float32).max)
         if not bad.any():
             return values
         row = int(bad.argmax())
         if self.text is not None and np.isnan(values[row]):
             first = shown(self.shown(row))
             raise UserError(
-                f"data.options.features holds {shown(name)}, which is not numeric.",
+                f"column {shown(name)} is not numeric.",
                 f"{bad.sum():,} of its values are not numbers; the first is {first} in row {row + 1:,}.\n"
                 "A model takes numbers only.",
                 f'data.options.prepare.{name} = {{ kind = "category", values = [{first}] }} with all its values,\n'
@@ -336,7 +373,7 @@ def _check_finite(x: np.ndarray, names: Sequence[str]) -> None:
         raise UserError(
             f"data.options.prepare makes values of {shown(names[int(bad.argmax())])} that are too large.",
             "One such value would turn every weight of the model into NaN.",
-            "a larger std",
+            "a larger std, or bounds that lie further apart",
         )
 
 

@@ -75,11 +75,16 @@ def build_federation(
     Raises:
         UserError: for a mistake in any of them, before anything is cut.
     """
-    seed = int(seed)
+    chosen, how = check_dataset(dataset, options, split)
+    return how.apply(chosen.load(int(seed)), int(seed))
+
+
+def check_dataset(
+    dataset: str, options: Mapping[str, Any], split: Mapping[str, Any] | Split | None
+) -> tuple[Dataset, Split]:
+    """The dataset and the split that are meant, as far as they can be checked without loading anything."""
     found = find_dataset(dataset)
-    chosen = parse(found, options, "data.options")
-    how = parse_split(found.default_split if split is None else split)
-    return how.apply(chosen.load(seed), seed)
+    return parse(found, options, "data.options"), parse_split(found.default_split if split is None else split)
 
 
 def find_dataset(name: str) -> type[Dataset]:

@@ -101,6 +101,7 @@ class Federation:
         holders: the most clients that hold one and the same original record. Above 1 clients overlap, and a
             record is protected by what all its holders release together.
         originals: how many different records the clients hold between them, where they overlap.
+        tokens: if records hold the numbers of words, from 0 on, how many there are; None: they hold amounts.
         standardise: what is left to be done before training, by statistics that have a price.
     """
 
@@ -117,6 +118,7 @@ class Federation:
     public: Mapping[str, str] = field(default_factory=dict)
     holders: int = 1
     originals: int | None = None
+    tokens: int | None = None
     standardise: Standardise | None = None
 
     def __post_init__(self) -> None:

@@ -6,13 +6,13 @@ What is missing, infinite, not a number or ambiguous is an error that says where
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
-from fairveil.data.columns import AnyColumn, Prepared, prepare
+from fairveil.data.columns import AnyColumn, Prepared, parse_columns, prepare
 from fairveil.data.federation import Dataset, Federation, Records, Standardise
 from fairveil.data.partition import TestFraction, owned
 from fairveil.data.tables import numeric, pick, read_columns
@@ -53,6 +53,24 @@ class File(Dataset):
     task: Literal["classification", "regression"] = "classification"
     test_fraction: TestFraction = 0.2
 
+    @field_validator("prepare", mode="before")
+    @classmethod
+    def _one_by_one(cls, prepare: Any) -> Any:
+        return parse_columns(prepare)
+
+    @model_validator(mode="after")
+    def _different_columns(self) -> Self:
+        features = self.features or ()
+        twice = next((name for at, name in enumerate(features) if name in features[:at]), None)
+        twice = self.client if self.client == self.target else twice
+        if twice is not None:
+            raise UserError(
+                f"data.options names the column {shown(twice)} twice.",
+                "Client and target are different columns, and so are all features. Nothing was run.",
+                "each column once",
+            )
+        return self
+
     def load(self, seed: int) -> Federation:
         """Read, check, and set test records aside."""
         labels = (self.target,) if self.task == "classification" else ()
@@ -68,7 +86,8 @@ class File(Dataset):
         return owned(
             self.path.name, Records(torch.from_numpy(prepared.x), torch.from_numpy(y)), client, classes=classes,
             test_fraction=self.test_fraction, seed=seed, group=group, groups=groups, names=tuple(names),
-            public=prepared.public, standardise=Standardise.of(prepared.to_standardise, self.statistics_noise),
+            public=prepared.public, tokens=prepared.tokens,
+            standardise=Standardise.of(prepared.to_standardise, self.statistics_noise),
         )  # fmt: skip
 
     def _features(self, columns: dict[str, Column]) -> Prepared:
@@ -86,10 +105,11 @@ class File(Dataset):
                 pick(columns, self.path, option, name)
             shared = next((name for name in names if name in own), None)
             if shared is not None:
+                kept = shown([name for name in names if name not in own])
                 raise UserError(
                     f"data.options.{option} holds {shown(shared)}, which is also the client, target or group.",
                     "A model that is shown the answer, or who holds the record, learns nothing else.",
-                    f"data.options.{option} = {shown([kept for kept in names if kept not in own])}",
+                    f"data.options.features = {kept}" if option == "features" else f"leave {shown(shared)} out",
                 )
         if self.features is None:
             usable = {name for name, column in columns.items() if numeric(column) or name in self.prepare}

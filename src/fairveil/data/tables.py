@@ -60,7 +60,9 @@ def read_columns(path: Path, names: Collection[str], as_text: Collection[str] = 
         raise UserError(
             f"data.options.path = {shown(path)} cannot be read.",
             f"{type(error).__name__}: {str(error).strip() or 'the file ends too early'}",
-            f"write the file again as {extension[1:]}, without Python objects (they are never unpickled)",
+            "write the file again as csv, in UTF-8, with another name for each column"
+            if extension == ".csv"
+            else f"write the file again as {extension[1:]}, without Python objects (they are never unpickled)",
         ) from error
     return {str(name): frame[name] for name in frame.columns}
 

@@ -384,9 +384,9 @@ def _solve(estimate: Callable[[float], float], cost: Callable[[float], float], e
         floor = cost(_MOST_NOISE)
         raise UserError(
             f"privacy.epsilon = {epsilon:g} is used up before any noise can help.",
-            f"The releases whose noise is fixed, such as private selections, cost {floor:.4g} on their own\n"
+            f"The releases whose noise is fixed (private selections, column statistics) cost {floor:.4g} on their own\n"
             f"({floor / epsilon:.0%} of the budget). No noise multiplier, however large, makes up for it.",
-            f"a budget well above {floor:.4g}, or fewer or noisier selections",
+            f"a budget well above {floor:.4g}, fewer or noisier selections, or a larger data.options.statistics_noise",
         )
     return best
 

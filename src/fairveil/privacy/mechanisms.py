@@ -238,7 +238,7 @@ class CohortSums:
 
     @property
     def kind(self) -> str:
-        return "noisy sum over a cohort"
+        return f"noisy sum over a cohort ({', '.join(part.name for part in self.parts)})"
 
     @property
     def event(self) -> DpEvent:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
-from fairveil.config import RunConfig, Section, make_config, read_toml
+from fairveil.config import RunConfig, Section, key_path, make_config, read_toml
 from fairveil.errors import UserError, nearest
 from fairveil.options import parse, shown
 
@@ -35,7 +35,7 @@ class SweepConfig(Section):
 
     name: str = Field(pattern=NAME, examples=["epsilons"])
     base: dict[str, Any] = Field(examples=["run.toml"])
-    seeds: list[Annotated[int, Field(ge=0)]] = Field(examples=[[0, 1, 2]])
+    seeds: list[Annotated[int, Field(ge=0, lt=2**63)]] = Field(examples=[[0, 1, 2]])
     baseline: str | None = None
     grid: dict[str, Any] = Field({}, examples=[{"privacy.epsilon": [2.0, 8.0]}])
     variants: list[Variant] = Field([], examples=[[{"name": "oracle"}]])
@@ -195,11 +195,12 @@ def make_sweep(values: Mapping[str, Any], where: Path = Path()) -> Sweep:
 def _cells(config: SweepConfig) -> Iterator[Cell]:
     short = _short(config.grid)
     for variant in config.variants or [Variant(name="base")]:
-        for values in itertools.product(*config.grid.values()):
-            point = dict(zip(config.grid, values, strict=True))
+        for chosen in itertools.product(*config.grid.values()):
+            point = dict(zip(config.grid, chosen, strict=True))
             for seed in config.seeds:
                 named = [variant.name] if config.variants else []
-                parts = [*named, *(f"{short[key]}-{_slug(value)}" for key, value in point.items()), f"seed-{seed}"]
+                values = (f"{_slug(short[key])}-{_slug(value)}" for key, value in point.items())
+                parts = [*named, *values, f"seed-{seed}"]
                 label = "_".join(parts)[:LABEL_LENGTH]
                 plain = copy.deepcopy(config.base)
                 try:
@@ -223,7 +224,7 @@ def _in_words(variant: str, point: Mapping[str, Any]) -> str:
 
 
 def _lay_over(values: dict[str, Any], key: str, value: Any) -> None:
-    *sections, name = key.split(".")
+    *sections, name = key_path(key)
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
@@ -281,4 +282,4 @@ def _twice(values: Sequence[Any]) -> Any:
 def _slug(value: Any) -> str:
     """A value as part of a file name."""
     text = value if isinstance(value, str) else shown(value)
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip("-" if isinstance(value, str | dict | list) else "") or "empty"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-" if isinstance(value, str | dict | list) else "") or "empty"

@@ -103,7 +103,7 @@ def print_sweep(result: SweepResult, sweep: Sweep, console: Console) -> None:
     keys = list(sweep.short.values())
     measures = list(dict.fromkeys(result.means["measure"]))
     if measures:
-        title = f"{sweep.name}: {result.metric} over seeds, mean and 95% interval"
+        title = f"{sweep.name}: {' and '.join(result.metrics)} over seeds, mean and 95% interval"
         table = _table(title, ["variant", *keys], ["n", *(_figure(measure, result) for measure in measures)])
         for setting, part in result.means.groupby(["variant", *sweep.keys], sort=False):
             cells = [_plus_minus(row["mean"], row["low"], row["high"]) for _, row in part.iterrows()]
@@ -127,7 +127,7 @@ def _print_comparison(result: SweepResult, sweep: Sweep, console: Console) -> No
         console.print(f"No comparison: {why if baseline is None or others < 1 else 'nothing is finished'}.")
         return
     keys = list(sweep.short.values())
-    title = f"{result.metric} compared with {baseline}, seed by seed"
+    title = f"{' and '.join(result.metrics)} compared with {baseline}, seed by seed"
     table = _table(title, ["variant", *keys, ""], ["n", "difference", "95% interval", "better"])
     for _, row in result.comparison.iterrows():
         interval = "" if math.isnan(row["low"]) else f"{row['low']:+.3f} to {row['high']:+.3f}"
@@ -140,8 +140,9 @@ def _print_comparison(result: SweepResult, sweep: Sweep, console: Console) -> No
 
 
 def _figure(measure: str, result: SweepResult) -> str:
-    """ "accuracy_worst_group" under a title that names the metric."""
-    return measure.removeprefix(f"{result.metric}_").replace("_", " ").replace(" percent", "%")
+    """ "accuracy_worst_group" under a title that names the metric, if that is the only one."""
+    known = f"{result.metrics[0]}_" if len(result.metrics) == 1 else ""
+    return measure.removeprefix(known).replace("_", " ").replace(" percent", "%")
 
 
 def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:

@@ -27,7 +27,7 @@ def read_result(folder: Path, digest: str) -> dict[str, Any] | None:
     """The result of a finished run of this config, or None."""
     try:
         result = json.loads((folder / "result.json").read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # not finished; or damaged: the run writes it again
         return None
     return result if result.get("config_hash") == digest else None
 
@@ -147,8 +147,8 @@ class Composed:
         elif self.runs:
             void = " That is no guarantee." if math.isinf(self.epsilon) or self.delta >= 1 else ""
             parts.append(
-                f"Whoever sees them all ({self.runs} finished {'run' if self.runs == 1 else 'runs'} on the same "
-                f"records) has at most epsilon {rounded_up(self.epsilon)} and delta {self.delta!r} for each "
+                f"Whoever sees them all ({self.runs} finished {'run' if self.runs == 1 else 'runs'}) "
+                f"has at most epsilon {rounded_up(self.epsilon)} and delta {self.delta!r} for each "
                 f"{self.protects[0]}, by basic composition.{void}"
             )
         if others:

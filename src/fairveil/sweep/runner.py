@@ -19,6 +19,7 @@ import pandas as pd
 from fairveil.comparison import compare, over_seeds
 from fairveil.engine.local import usable_cores
 from fairveil.errors import RunFault, UserError
+from fairveil.provenance import published
 from fairveil.run import Interrupted
 from fairveil.store import disk_faults, hold, write_whole
 from fairveil.sweep.cell import OUTPUT, PATIENCE, CellProcess, Failure
@@ -68,7 +69,7 @@ class SweepResult:
     table: pd.DataFrame  # one row for each run
     means: pd.DataFrame  # over seeds, for each setting
     comparison: pd.DataFrame  # with the baseline, over the seeds that both have finished; empty without one
-    metric: str  # which the means and the comparison are of
+    metrics: tuple[str, ...]  # which the means and the comparison are of; several if datasets differ in kind
     failures: tuple[CellFailure, ...]
     skipped: int  # runs that were finished before
     composed: Composed
@@ -132,6 +133,8 @@ class _Runner:
                 self.results[cell] = found
             self.tell(cell, CellState("kept", worst=worst_group(found)) if found else CellState("waiting"))
         kept = len(self.results)
+        if 0 < kept < len(self.sweep.cells):
+            self._check_kept()
         # Seed by seed, so that a sweep cut short has every setting at some seeds, and not some settings at every seed.
         waiting = deque(sorted((cell for cell in self.sweep.cells if cell not in self.results), key=self._seed))
         self._save()
@@ -144,6 +147,25 @@ class _Runner:
                 f"others have done are saved, in {self.folder}."
             )
         return result
+
+    def _check_kept(self) -> None:
+        """What is added must be of the same data and code as what is there: else they could not be compared."""
+        looked: set[str] = set()
+        for cell, result in self.results.items():
+            changed = "code" if result.get("code") != cell.config.code() else ""
+            data = cell.config.data.model_dump_json()
+            if not changed and data not in looked:  # one run of each kind of data will do
+                looked.add(data)
+                now = published(cell.config.build_federation().fingerprint)
+                changed = "data" if result.get("data_fingerprint") != now else ""
+            if changed:
+                raise UserError(
+                    f"the {changed} of {self.folder} {'have' if changed == 'data' else 'has'} changed since "
+                    f"({cell}) was run.",
+                    f"{len(self.results)} runs are finished; others would be compared with them as if nothing else\n"
+                    "were different. Nothing was run.",
+                    "restore it as it was, or another name for the sweep",
+                )
 
     def _work(self, waiting: deque[Cell], jobs: int) -> bool:
         """Run them, `jobs` at a time; whether the user stopped it."""
@@ -244,8 +266,10 @@ class _Runner:
 
     def _summary(self, kept: int) -> SweepResult:
         table, keys, config = self._table(), self.sweep.keys, self.sweep.config
-        metric = main_metric(next(iter(self.results.values()), {}))
-        measures = {name: metric == "accuracy" for figure in MEASURES if (name := f"{metric}_{figure}") in table}
+        finished = [self.results[cell] for cell in self.sweep.cells if cell in self.results]
+        metrics = tuple(dict.fromkeys(map(main_metric, finished)))
+        names = [(metric, f"{metric}_{figure}") for metric in metrics for figure in MEASURES]
+        measures = {name: metric == "accuracy" for metric, name in names if name in table}
         comparison = compare(table, keys, config.baseline or "", measures if config.baseline else {})
         failures = [
             CellFailure(str(cell), failure.head, self.folders[cell] / "failure.txt")
@@ -257,7 +281,7 @@ class _Runner:
             table=table,
             means=over_seeds(table, keys, list(measures)),
             comparison=comparison,
-            metric=metric,
+            metrics=metrics,
             failures=tuple(failures),
             skipped=kept,
             composed=Composed.of(self.results),
