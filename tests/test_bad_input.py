@@ -104,6 +104,19 @@ def setting(text: str) -> list[str]:
 # ---- the config file -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["model.name=os:path"], ['model.name = "os:path" is not a model']),
+        (["model.name=mlp", "model.hidden=10000000000000"], ["could not be built", "smaller model"]),
+        (["seed=9223372036854775808"], ["seed", "less than"]),
+        (["data.options={ x = 2020-01-01 }"], ["data.options.x", "2020-01-01"]),
+    ],
+)
+def test_absurd_settings(fairveil: Fairveil, settings: list[str], words: list[str]) -> None:
+    fairveil("plan", config(), *(part for text in settings for part in setting(text))).refuses(*words)
+
+
 @pytest.mark.parametrize("command", ["plan", "run"])
 def test_missing_config(fairveil: Fairveil, command: str) -> None:
     """A config that is not there."""
@@ -441,6 +454,32 @@ def test_csv_runs(fairveil: Fairveil) -> None:
     answer = fairveil("run", config(data=table()), "--json")
     assert answer.code == 0
     assert json.loads(answer.out)["rounds"] == ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        ({"kind": "range", "low": "a", "high": 1}, ["data.options.prepare.age.low", "valid number"]),
+        ({"kind": "range", "low": 0, "high": 1, "extra": 3}, ["data.options.prepare.age.extra", "Known here: high"]),
+        ({"kind": "range", "low": 0}, ["data.options.prepare.age.high is missing"]),
+        ({"kind": "ragne", "low": 0, "high": 1}, ["data.options.prepare.age.kind", 'kind = "range"']),
+        ({"low": 0, "high": 1}, ["data.options.prepare.age.kind is missing"]),
+        ({"kind": "category", "values": [1, 1]}, ["one value twice", "values = [1]"]),
+        ({"kind": "standard", "reason": "short"}, ["data.options.prepare.age.reason"]),
+        ({"kind": "text", "length": 10**12}, ["data.options.prepare.age.length"]),
+    ],
+)
+def test_a_column_declared_wrongly(fairveil: Fairveil, declared: dict[str, Any], words: list[str]) -> None:
+    """The error names the column and what its kind takes."""
+    data = table()
+    data["options"]["prepare"] = {"age": declared}
+    fairveil("plan", config(data=data)).refuses(*words)
+
+
+def test_odd_values_in_a_declared_range_are_clipped(fairveil: Fairveil) -> None:
+    data = table([("h0", "1e308", 1, 1), ("h0", "-inf", 1, 0), ("h0", "True", 1, 0)])
+    data["options"]["prepare"] = {"age": {"kind": "range", "low": 0, "high": 6}}
+    assert fairveil("plan", config(data=data)).code == 0
 
 
 def test_csv_missing(fairveil: Fairveil) -> None:

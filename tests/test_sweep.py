@@ -18,9 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import tomli_w
@@ -232,6 +234,11 @@ NOISE = "privacy.noise_multiplier"
         ({"variants": [variant("a", **{"data.split.kind": "iid"})], "grid": {"data.split": [{}]}}, ["by the grid"]),
         ({"variants": [{"name": "global"}], "baseline": "globl"}, ['baseline = "global"', "not a variant"]),
         ({"baseline": "global"}, ["not a variant", "none"]),
+        ({"seeds": [2**70]}, ["seeds[0]", "less than"]),
+        ({"grid": {"model.hidden": [1, 2]}}, ["model.hidden = 1 is not an option"]),
+        ({"grid": {"data.split.clients": [[2, 3], [2]]}}, ["data.split.clients"]),
+        ({"grid": {"data.options": [{"path": "x.csv"}]}}, ["data.options.path"]),
+        ({"variants": [variant("a", **{"data.options": {"x": date(2020, 1, 1)}})]}, ["date", "in quotes"]),
     ],
 )  # fmt: skip
 def test_mistakes(base: dict[str, Any], change: dict[str, Any], words: list[str]) -> None:
@@ -467,6 +474,58 @@ def test_a_failed_run_is_tried_again_from_where_it_was(base: dict[str, Any], her
     assert rounds == [2, 3]
     names = [name for what, name in events(folder) if what == "start"]
     assert sorted(Counter(names).values()) == [1, 2]
+
+
+def visits(path: Path, rows: int) -> dict[str, Any]:
+    random_numbers = np.random.default_rng(rows)
+    table = pd.DataFrame({"x": random_numbers.normal(size=rows), "client": np.arange(rows) % 3})
+    table.assign(y=table["x"] > 0).astype({"y": int}).to_csv(path, index=False)
+    return {"dataset": "file", "options": {"path": str(path)}}
+
+
+def test_other_data_or_code_is_not_compared_with_what_is_there(base: dict[str, Any], here: Path) -> None:
+    values = {"name": "v", "base": base | {"data": visits(here / "v.csv", 60)}, "seeds": [0]}
+    run_sweep(make_sweep(values), here / "v", 1)
+    visits(here / "v.csv", 90)
+    assert run_sweep(make_sweep(values), here / "v", 1).skipped == 1  # nothing is added, so nothing is compared
+    with pytest.raises(UserError, match=r"the data of .* have changed"):
+        run_sweep(make_sweep(values | {"seeds": [0, 1]}), here / "v", 1)
+    visits(here / "v.csv", 60)
+    assert run_sweep(make_sweep(values | {"seeds": [0, 1]}), here / "v", 1).skipped == 1
+    path = next((here / "v" / "cells").glob("*/result.json"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"code": "another"}))
+    with pytest.raises(UserError, match=r"the code of .* has changed"):
+        run_sweep(make_sweep(values | {"seeds": [0, 1, 2]}), here / "v", 1)
+
+
+def test_a_damaged_result_is_made_again(base: dict[str, Any], here: Path) -> None:
+    values = {"name": "d", "base": base, "seeds": [0]}
+    whole = run_sweep(make_sweep(values), here / "d", 1)
+    next((here / "d" / "cells").glob("*/result.json")).write_text("{ torn")
+    again = run_sweep(make_sweep(values), here / "d", 1)
+    assert again.skipped == 0
+    pd.testing.assert_frame_equal(timeless(again.table), timeless(whole.table))
+
+
+def test_regression_beside_classification(base: dict[str, Any], here: Path) -> None:
+    """Each has its own figures, whichever run was finished first."""
+    base = {**base, "data": {}, "model": {"name": "linear"}}
+    data = [{"dataset": "digits"}, {"dataset": "linear-clusters", "options": {"clients": [2, 2]}}]
+    values = {"name": "two", "base": base, "seeds": [0], "variants": [variant(d["dataset"], data=d) for d in data]}  # type: ignore[arg-type]
+    result = run_sweep(make_sweep(values), here / "two", 2)
+    assert result.metrics == ("accuracy", "rmse")
+    assert set(result.means.query("n == 1")["measure"]) >= {"accuracy_mean", "rmse_mean"}
+    again = run_sweep(make_sweep(values), here / "two", 2)
+    pd.testing.assert_frame_equal(again.means, result.means)
+
+
+def test_a_column_with_an_odd_name_can_be_in_the_grid(base: dict[str, Any], here: Path) -> None:
+    data = visits(here / "v.csv", 60)
+    table = pd.read_csv(here / "v.csv").rename(columns={"x": "â.x y"})
+    table.to_csv(here / "v.csv", index=False)
+    grid = {'data.options.prepare."â.x y"': [{"kind": "range", "low": -1, "high": high} for high in (1, 2)]}
+    sweep = make_sweep({"name": "odd", "base": base | {"data": data}, "seeds": [0], "grid": grid})
+    assert len(run_sweep(sweep, here / "odd", 2).table) == 2
 
 
 def test_two_at_once_are_refused(base: dict[str, Any], tmp_path: Path) -> None:

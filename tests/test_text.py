@@ -10,6 +10,8 @@ import pandas as pd
 import pytest
 
 from fairveil.config import make_config
+from fairveil.errors import UserError
+from fairveil.plan import make_plan
 from fairveil.run import start_run
 
 GOOD, BAD = ["good", "great", "lovely", "fine"], ["bad", "awful", "poor", "sad"]
@@ -35,7 +37,7 @@ def config(path: Path, privacy: dict[str, Any], rounds: int) -> dict[str, Any]:
     options = {"path": str(path), "client": "site", "features": ["review"], "prepare": prepare}
     return {
         "data": {"dataset": "file", "options": options},
-        "model": {"name": "lstm", "vocabulary": 1024, "embedding": 8, "hidden": 12},
+        "model": {"name": "lstm", "embedding": 8, "hidden": 12},
         "algorithm": {"name": "global", "rounds": rounds, "batch_size": 16, "learning_rate": 3.0},
         "privacy": {"delta": 1e-3, **privacy},
         "engine": {"workers": 1},
@@ -46,6 +48,25 @@ def config(path: Path, privacy: dict[str, Any], rounds: int) -> dict[str, Any]:
 def test_sentences_are_told_apart(reviews: Path, runs: Path) -> None:
     result = start_run(make_config(config(reviews, {"noise_multiplier": 0.0, "clip_norm": 5.0}, 20)), runs=runs)
     assert result.metrics["accuracy"].mean > 0.9
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"name": "logistic"}, ["does not fit", "names and not amounts", 'model.name = "lstm"']),
+        ({"name": "lstm", "vocabulary": 64}, ["model.vocabulary = 64", "1,024"]),
+    ],
+)
+def test_words_are_not_amounts(reviews: Path, model: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        make_plan(make_config(config(reviews, {"epsilon": 8.0}, 2) | {"model": model}))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_amounts_are_not_words(small: dict[str, Any]) -> None:
+    data = {"dataset": "gaussian-clusters"}
+    with pytest.raises(UserError, match="does not fit gaussian-clusters"):
+        make_plan(make_config(small | {"data": data, "model": {"name": "lstm"}}))
 
 
 def test_sentences_privately(reviews: Path, runs: Path) -> None:
