@@ -8,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import fairveil
@@ -87,6 +88,25 @@ def test_the_columns_that_the_document_declares_can_be_declared() -> None:
 def test_the_sweep_that_the_document_shows_is_the_example() -> None:
     shown = tomllib.loads(block("docs/sweeps.md", "toml"))
     assert shown == tomllib.loads((ROOT / "examples/digits/sweep.toml").read_text())
+
+
+def test_the_results_shown_are_those_in_the_tables() -> None:
+    """Every figure of the table of hospitals, and those of the README, follow from the CSV."""
+    table = pd.read_csv(ROOT / "docs/results/heart-epsilon.csv")
+    assert table["commit"].nunique() == 1 and not table["commit"].str.contains("dirty").any()
+    by = table.groupby(["privacy.epsilon", "variant"])[["accuracy_mean", "accuracy_worst_group"]].mean()
+    paired = pd.read_csv(ROOT / "docs/results/heart-epsilon-comparison.csv").query("measure == 'accuracy_worst_group'")
+    shown = (ROOT / "docs/results/README.md").read_text()
+    for (epsilon, part), (_, row) in zip(by.groupby(level=0), paired.iterrows(), strict=True):
+        alone, together = part.loc[(epsilon, "local")], part.loc[(epsilon, "global")]
+        cells = [f"{value:.3f}" for value in (*alone, *together)]
+        cells.append(f"{row['difference']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})")
+        assert f"| {epsilon:g} | {' | '.join(cells)} |" in shown
+    one = paired.query("`privacy.epsilon` == 1").iloc[0]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for value in (f"{one['variant_mean']:.3f}", f"{one['baseline_mean']:.3f}", f"{one['difference']:+.3f}"):
+        assert value in readme
+    assert f"from {one['low']:+.3f} to {one['high']:+.3f}" in readme
 
 
 EXAMPLES = sorted((ROOT / "examples").rglob("*.toml"))
