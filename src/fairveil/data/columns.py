@@ -1,8 +1,9 @@
 """How the columns of a table become numbers, by declaration.
 
-Whatever is typed in the config (a range, a list of categories, a mean) is taken as chosen without a look at the records,
-and so as public. A statistic that is computed from the records is something else: it is either released, with noise and a
-price (`Standard` with bounds), or declared public, for a reason that the statement repeats (`Standard` with a reason).
+Whatever is typed in the config (a range, a list of categories, a mean) is taken as chosen without a look at the
+records, and so as public. A statistic that is computed from the records is something else: it is either released, with
+noise and a price (`Standard` with bounds), or declared public, for a reason that the statement repeats (`Standard` with
+a reason).
 
 A declared column is read cell by cell. What becomes of a cell never depends on the cells of other records (but for
 statistics declared public): a single odd one would otherwise turn a column of numbers into one of text, and change the
