@@ -69,6 +69,16 @@ def test_amounts_are_not_words(small: dict[str, Any]) -> None:
         make_plan(make_config(small | {"data": data, "model": {"name": "lstm"}}))
 
 
+def test_records_that_hold_numbers_of_words_already_need_the_vocabulary(small: dict[str, Any], tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 50, (40, 6)).astype(np.float32)
+    np.savez(tmp_path / "ids.npz", x=x, y=np.arange(40) % 2, client=np.arange(40) % 4)
+    data = {"dataset": "file", "options": {"path": str(tmp_path / "ids.npz")}}
+    with pytest.raises(UserError, match=r"model\.vocabulary = how many"):
+        make_plan(make_config(small | {"data": data, "model": {"name": "lstm"}}))
+    plan = make_plan(make_config(small | {"data": data, "model": {"name": "lstm", "vocabulary": 50}}))
+    assert plan.config.model_spec(plan.federation).options["vocabulary"] == 50
+
+
 def test_sentences_privately(reviews: Path, runs: Path) -> None:
     result = start_run(make_config(config(reviews, {"epsilon": 8.0}, 2)), runs=runs)
     assert result.statement.epsilon <= 8 and result.metrics["accuracy"].clients == 4

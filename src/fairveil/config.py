@@ -165,26 +165,27 @@ class RunConfig(Section):
 
     def model_spec(self, federation: Federation) -> ModelSpec:
         """How to build the model for this federation's records."""
-        options = self.model.options
-        if federation.tokens is not None and self.model.name == "lstm":
-            options = {"vocabulary": federation.tokens, **options}  # what the words were numbered by
-        words = federation.tokens is not None
-        reads_words = self.model.name == "lstm" and len(federation.features) == 1
-        if ":" not in self.model.name and words != reads_words:
+        name, options, tokens = self.model.name, dict(self.model.options), federation.tokens
+        reads_words = name == "lstm" and len(federation.features) == 1
+        if tokens is not None and not reads_words and ":" not in name:
             raise UserError(
-                f"model.name = {shown(self.model.name)} does not fit {federation.name}.",
-                "Its records hold the numbers of words, which are names and not amounts."
-                if words
-                else "It reads numbers of words, but the records hold amounts: each would be taken for a word.",
-                'model.name = "lstm"' if words else 'model.name = "mlp", or a column declared as kind = "text"',
+                f"model.name = {shown(name)} does not fit {federation.name}.",
+                "Its records hold the numbers of words, which are names and not amounts.",
+                'model.name = "lstm"',
             )
-        if words and reads_words and options["vocabulary"] != federation.tokens:
+        if tokens is not None and reads_words and options.setdefault("vocabulary", tokens) != tokens:
             raise UserError(
                 f"model.vocabulary = {shown(options['vocabulary'])} is not that of the data.",
-                f"The words are numbered below {federation.tokens:,}; other numbers would run together, or never come.",
+                f"The words are numbered below {tokens:,}; other numbers would run together, or never come.",
                 "leave out model.vocabulary",
             )
-        return ModelSpec(self.model.name, federation.features, federation.classes, options)
+        if reads_words and "vocabulary" not in options:
+            raise UserError(
+                f"model.name = {shown(name)} does not fit {federation.name}.",
+                "It reads numbers of words, and nothing says that the records hold any: amounts would pass for words.",
+                'model.name = "mlp"; or, if they do, model.vocabulary = how many words there are',
+            )
+        return ModelSpec(name, federation.features, federation.classes, options)
 
     def resolved(self) -> dict[str, Any]:
         """The config with every default written out, hyper-parameters of the algorithm included."""
@@ -294,13 +295,19 @@ def _lay_over(values: dict[str, Any], setting: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word is a string
+    lay_over(values, [*sections, name], value, f"--set {setting}")
+
+
+def lay_over(values: dict[str, Any], path: Sequence[str], value: Any, what: str) -> None:
+    """Set one value of a nested table, in place; `what` names the setting for the error."""
+    *sections, name = path
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise UserError(
-                f"--set {setting} reaches into {section!r}, which is not a section.",
+                f"{what} reaches into {section!r}, which is not a section.",
                 "The keys before the last must name sections. Nothing was run.",
-                "--set privacy.epsilon=3",
+                "a key such as privacy.epsilon",
             )
     values[name] = value
 

@@ -15,11 +15,10 @@ from fairveil.privacy.release import MINT, Release
 
 LEAST_DEVIATION = 0.01  # of half the public range: a column that hardly varies is not blown up by the noise
 
+Pairs = tuple[tuple[int, int | None], ...]  # features, each with the one that is 1 where it is missing
 
-Columns = tuple[tuple[int, int | None], ...]  # features, each with the one that is 1 where it is missing
 
-
-def contributions(x: Tensor, columns: Columns) -> Tensor:
+def contributions(x: Tensor, columns: Pairs) -> Tensor:
     """(n, 3d) float64: what each record adds: of each column 1, the value and its square, or zeros if it is missing."""
     values = x[:, [column for column, _ in columns]].double().nan_to_num(0.0).clamp(-1, 1)
     there = torch.ones_like(values)
@@ -29,7 +28,7 @@ def contributions(x: Tensor, columns: Columns) -> Tensor:
     return torch.cat([there, there * values, there * values.square()], dim=1)
 
 
-def bound(columns: Columns) -> float:
+def bound(columns: Pairs) -> float:
     """The largest Euclidean norm of one record's contribution."""
     return math.sqrt(3 * len(columns))
 
@@ -43,7 +42,7 @@ class NoisyMoments:
     Euclidean norm (by at most twice that under replace, which the accountant knows). All records take part.
     """
 
-    columns: Columns
+    columns: Pairs
     noise_multiplier: float
 
     @property

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
-from fairveil.config import RunConfig, Section, key_path, make_config, read_toml
+from fairveil.config import RunConfig, Section, key_path, lay_over, make_config, read_toml
 from fairveil.errors import UserError, nearest
 from fairveil.options import parse, shown
 
@@ -205,7 +205,7 @@ def _cells(config: SweepConfig) -> Iterator[Cell]:
                 plain = copy.deepcopy(config.base)
                 try:
                     for key, value in {**variant.set, **point, "seed": seed, "name": label}.items():
-                        _lay_over(plain, key, value)
+                        lay_over(plain, key_path(key), copy.deepcopy(value), f'"{key}"')
                     made = make_config(plain)
                 except UserError as error:
                     where = f"{_in_words(variant.name, point)}, seed {seed}"
@@ -221,19 +221,6 @@ def _short(keys: Iterable[str]) -> dict[str, str]:
 
 def _in_words(variant: str, point: Mapping[str, Any]) -> str:
     return ", ".join([variant, *(f"{key} = {shown(value)}" for key, value in point.items())])
-
-
-def _lay_over(values: dict[str, Any], key: str, value: Any) -> None:
-    *sections, name = key_path(key)
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise UserError(
-                f'"{key}" reaches into {section!r}, which is not a section.',
-                f"The keys before the last must name sections. {NOTHING}",
-                '"privacy.epsilon"',
-            )
-    values[name] = copy.deepcopy(value)
 
 
 def _check_key(where: str, key: str) -> None:
