@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fairveil.data.federation import ClientData, Records
 from fairveil.errors import UserError
 from fairveil.models import Model, ModelSpec
-from fairveil.privacy.gradients import check_record_gradients, record_gradients
+from fairveil.privacy.gradients import path_of, record_gradients
 from fairveil.privacy.release import MINT
 from fairveil.session import Member
 from fairveil.streams import Stream
@@ -245,7 +245,7 @@ def test_mistakes(spec: ModelSpec, what: str, fix: str) -> None:
 
 def test_a_modules_own_loss_is_used() -> None:
     model = ModelSpec("own_nets:Smoothed", (4,), 3).build()
-    check_record_gradients(model)
+    path_of(model)
     weights, x, y = model.initial(Stream(0)), Stream("x").normal((6, 4)).float(), torch.tensor([0, 1, 2, 0, 1, 2])
     log = torch.log_softmax(model.predict(weights, x), dim=1)
     expected = -0.9 * log[torch.arange(6), y] - 0.1 * log.mean(dim=1)
@@ -255,7 +255,7 @@ def test_a_modules_own_loss_is_used() -> None:
 def test_a_loss_that_reads_parameters_reads_those_of_the_vector() -> None:
     """Not those the module was built with: the gradient is sign(error) * (x, 1) + (w, 0)."""
     model = ModelSpec("own_nets:Penalised", (2,), 0).build()
-    check_record_gradients(model)
+    path_of(model)
     weights = torch.tensor([3.0, -2.0, 1.0])
     x, y = torch.tensor([[1.0, 2.0], [0.0, -1.0]]), torch.tensor([1.0, 0.0])  # errors 0 - 1 = -1 and 3 - 0 = 3
     assert model.losses(model.unflatten(weights), x, y).tolist() == [1 + 6.5, 3 + 6.5]

@@ -331,6 +331,24 @@ def test_records_that_lie_are_not_trusted(small: dict[str, Any]) -> None:
         federation.load(0)
 
 
+def test_secret_noise_is_nobodys_but_the_run_s(small: dict[str, Any], runs: Path) -> None:
+    """Equal configs give different runs; one that was cut off goes on to the same end; the key stays with its owner."""
+    config = make_config(small | {"privacy": small["privacy"] | {"noise": "secret"}})
+    one, other = (start_run(config, runs=runs) for _ in range(2))
+    assert one.metrics["loss"].mean != other.metrics["loss"].mean and "secret.key" in one.statement.noise_source
+    key = one.folder / "secret.key"
+    assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_text()) == 64
+    assert key.read_text() not in "".join(p.read_text() for p in one.folder.glob("*.json"))
+    before = outcome(one.folder)
+    for checkpoint in (one.folder / "checkpoints").iterdir():
+        checkpoint.unlink()
+    resume_run(one.folder, runs=runs)  # every round again, with the same answers: the ledger would refuse others
+    assert not differ(before, outcome(one.folder))
+    key.unlink()
+    with pytest.raises(PrivacyError, match=r"secret.key is gone"):
+        resume_run(one.folder, runs=runs)
+
+
 def test_the_python_interface_is_what_it_says() -> None:
     for name in fairveil.__all__:
         assert getattr(fairveil, name)

@@ -15,9 +15,10 @@ from fairveil.data.federation import ClientData, Records
 from fairveil.errors import PrivacyError
 from fairveil.models import ModelSpec
 from fairveil.privacy.ledger import FEDERATION, Ledger
-from fairveil.privacy.mechanisms import CohortSums, NoisyTraining, Part
-from fairveil.privacy.release import MINT, Kept, Public, Reply
-from fairveil.session import Cohort, Facts, Job, Member, Pick, Session, Task, Terms, digest_of
+from fairveil.privacy.mechanisms import CohortSums, Part
+from fairveil.privacy.release import MINT, Kept, Public, Reply, digest_values
+from fairveil.privacy.training import NoisyTraining
+from fairveil.session import Cohort, Facts, Job, Member, Pick, Session, Task, Terms
 from fairveil.tasks import bounded_update, local_update
 
 SPEC = ModelSpec("logistic", (2,), 2)  # 6 parameters
@@ -342,29 +343,89 @@ def test_other_inputs_get_other_noise(make: Callable[..., Session]) -> None:
     assert not torch.allclose(noise[1], 2 * noise[0], rtol=0.1)  # type: ignore[arg-type, operator]
 
 
-def test_the_digest_tells_inputs_apart() -> None:
-    inputs: list[dict[str, Any]] = [
-        {},
+def digest(
+    session: Session, task: Task = echo, mechanism: Any = None, shared: Any = None, own: Any = None, kept: Any = None
+) -> bytes:
+    """Of what client 0 is asked."""
+    PERSONAL[0] = kept or {}
+    each = {name: Pick.same(value, FACTS) for name, value in (own or {}).items()}
+    return session._job("ask", task, np.array([0]), [mechanism], shared or {}, each).calls[0].digest
+
+
+def test_the_digest_tells_inputs_apart(make: Callable[..., Session]) -> None:
+    session = make()
+    tensors: list[dict[str, Any]] = [
+        {"a": torch.tensor([1.0])},
+        {"a": torch.tensor([[1.0]])},
+        {"a": torch.tensor(1.0)},
+        {"a": torch.tensor([1.0], dtype=torch.float64)},
+        {"a": torch.tensor([1.0000001])},
+        {"a": torch.tensor([1, 2, 3, 4]).view(2, 2)},
+        {"a": torch.tensor([1, 2, 3, 4]).view(2, 2).t()},
+        {"b": torch.tensor([True])},
+        {"b": torch.tensor([], dtype=torch.bool)},
+        {"a": torch.tensor([1.0]), "b": torch.tensor([1.0])},
+    ]
+    plain: list[dict[str, Any]] = [
         {"a": 1},
         {"a": 1.0},
         {"a": True},
         {"a": "1"},
         {"b": 1},
-        {"a": torch.tensor([1.0])},
-        {"a": torch.tensor([[1.0]])},
-        {"a": torch.tensor([1.0], dtype=torch.float64)},
-        {"a": torch.tensor([1.0000001])},
         {"a": "x", "b": "y"},
         {"a": "x input b str 'y'"},
     ]
-    digests = [digest_of(local_update, None, given, {}) for given in inputs]
-    digests += [digest_of(local_update, None, {}, given) for given in inputs[6:10]]  # as personal state
-    digests += [digest_of(bounded_update, None, {}, {}), digest_of(local_update, sums(), {}, {})]
-    digests += [digest_of(local_update, sums(0.5), {}, {}), digest_of(local_update, None, {}, {}, b"before")]
+    digests = [digest(session), digest(session, local_update)]
+    digests += [digest(session, mechanism=mechanism) for mechanism in (sums(), sums(0.5), training(session.terms[0]))]
+    digests += [digest(session, shared=given) for given in tensors + plain]
+    digests += [digest(session, own=given) for given in tensors]
+    digests += [digest(session, kept=given) for given in tensors]
+    digests += [digest(session, mechanism=sums(), shared=given) for given in tensors]
+    digests += [digest(session, own=tensors[0], kept=tensors[0]), digest(session, shared=tensors[0], own=tensors[0])]
     assert len(set(digests)) == len(digests)
+    assert digest(session) == digests[0] and digest(session, own=tensors[6]) == digest(
+        session, own={"a": tensors[6]["a"].contiguous()}
+    )
 
 
 @pytest.mark.parametrize("value", [np.zeros(3), [torch.zeros(1)], None, {"a": 1}])
-def test_an_input_that_cannot_be_told_apart_is_refused(value: Any) -> None:
+def test_an_input_that_cannot_be_told_apart_is_refused(make: Callable[..., Session], value: Any) -> None:
     with pytest.raises(TypeError, match="tensors and plain values only"):
-        digest_of(local_update, None, {"a": value}, {})
+        make().ask(echo, FACTS.clients, shared={"a": value})
+
+
+def test_a_sum_is_named_by_everything_that_went_into_it(make: Callable[..., Session]) -> None:
+    """Also with nobody drawn: the noise of one sum must not be that of another."""
+    digests = []
+    for shared, drawn, rate in ((PLAIN, [], 0.5), (PLAIN, [0], 0.5), (PLAIN, [0, 1], 0.5), (PLAIN, [], 1.0),
+                                (PLAIN | {"learning_rate": 0.2}, [], 0.5)):  # fmt: skip
+        session = make()
+        cohort = session.cohort(rate)
+        session._drawn[cohort] = np.array(drawn, dtype=int)
+        session.sum(bounded_update, cohort, sums(rate), shared=shared)
+        digests += [inputs for *_, inputs, _ in session._ledger.entries()]
+    assert len(set(digests)) == len(digests) == 5
+
+
+def test_the_ledger_holds_the_digest_of_what_was_released(make: Callable[..., Session]) -> None:
+    session = make()
+    values = session.ask(local_update, FACTS.clients, mechanism=training, shared=INPUTS)
+    assert [reply for *_, reply in session._ledger.entries()] == [digest_values(value) for value in values]
+
+
+def test_what_a_client_keeps_is_a_memory_of_its_own(make: Callable[..., Session]) -> None:
+    """A view would keep alive, and could be changed through, all that came with it."""
+    block = torch.zeros(3, 2)
+    make().ask(answering(*(Reply(Kept(), keep={"w": row}) for row in block)), FACTS.clients)
+    block += 1
+    assert [PERSONAL[client]["w"].tolist() for client in range(3)] == [[0, 0]] * 3
+    assert PERSONAL[0]["w"].untyped_storage().nbytes() == 8
+
+
+def test_equal_mechanisms_and_rows_are_one_object(make: Callable[..., Session]) -> None:
+    """So that they travel once for all clients that have them."""
+    session, rows = make(), Pick(torch.zeros(2, 3), np.array([1, 0, 1]))
+    mechanisms = [training(session.terms[client]) for client in range(3)]
+    calls = session._job("ask", echo, FACTS.clients, mechanisms, {}, {"row": rows}).calls
+    assert all(call.mechanism is mechanisms[0] for call in calls)
+    assert calls[0].each["row"] is calls[2].each["row"] is not calls[1].each["row"]

@@ -88,6 +88,18 @@ def test_metrics_are_one_long_table_and_a_round_run_again_replaces_its_rows(tmp_
         assert store.seconds() == 0.25 and store.meta("data") == "abc" and store.meta("none") is None
 
 
+def test_scores_are_those_of_the_last_evaluated_round(tmp_path: Path) -> None:
+    """Later rounds have diagnostics of their tasks only."""
+    with Store(tmp_path) as store:
+        assert store.scores("accuracy") == {}
+        for number in (1, 2, 3, 4):
+            rows = [Score(number, 0, "train", "update, ask 1", "accuracy", 0.0)]
+            if number < 3:
+                rows += [Score(number, c, "test", "served", "accuracy", number / 10) for c in (0, 1)]
+            store.finish_round(number, 0.1, rows, STATE, {})
+        assert store.scores("accuracy") == {0: 0.2, 1: 0.2} and store.scores("loss") == {}
+
+
 def test_the_database_syncs_every_commit(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         assert store.database.execute("PRAGMA journal_mode").fetchone() == ("wal",)

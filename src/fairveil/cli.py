@@ -100,6 +100,8 @@ def plan(config: Config, settings: Settings = None, as_json: AsJson = False) -> 
     if noise["smallest"] != noise["largest"]:
         out.print(f"Noise multipliers from {noise['smallest']:.4f} to {noise['largest']:.4f}, by declared size.")
     print_statement(statement)
+    if planned.note:
+        out.print(f"Note: {planned.note}", soft_wrap=True)
 
 
 def _with_data(config: RunConfig) -> RunConfig:
@@ -142,7 +144,10 @@ def run(
             if wanted is None:
                 result = resume_run(config, runs=runs, progress=bar.show)
             else:
-                result = run_plan(make_plan(wanted), runs=runs, progress=bar.show)
+                planned = make_plan(wanted)
+                if planned.note:
+                    err.print(f"Note: {planned.note}", soft_wrap=True)
+                result = run_plan(planned, runs=runs, progress=bar.show)
     except (Interrupted, KeyboardInterrupt) as stopped:
         err.print(str(stopped) or "Stopped. `fairveil list runs` shows what was begun.", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None

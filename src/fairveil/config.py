@@ -24,6 +24,7 @@ from fairveil.models import ModelSpec, check_model
 from fairveil.options import parse, shown
 from fairveil.plugins import source_digest
 from fairveil.privacy.accounting import Accountant, Adjacency
+from fairveil.privacy.statement import NoiseSource
 
 SCHEMA_VERSION = 1
 
@@ -66,6 +67,7 @@ class PrivacyConfig(Section):
     delta: float = Field(examples=[1e-4])
     clip_norm: float = Field(1.0, gt=0)
     accountant: Accountant = "tightest"
+    noise: NoiseSource = "reproducible"
 
     @field_validator("epsilon")
     @classmethod
@@ -122,7 +124,7 @@ class FairnessConfig(Section):
 class EngineConfig(Section):
     kind: Literal["local"] = "local"
     workers: int | None = Field(None, ge=1, examples=[2])  # None: one for each core
-    block: int = Field(8, ge=1)  # clients that a task sees at once
+    block: int | None = Field(None, ge=1, examples=[8])  # clients that share a call; None: as many as are fastest
 
 
 class MetricsConfig(Section):
@@ -347,6 +349,7 @@ epsilon = 8.0                   # the budget; or noise_multiplier = 1.0, never b
 delta = 1e-3                    # below 1 / (number of protected {unit}s)
 clip_norm = 1.0                 # bound on what one {unit} may contribute
 accountant = "tightest"         # the smaller of "rdp" and "pld", both valid
+noise = "reproducible"          # from the seed; or "secret", from a random key in the run folder
 
 [fairness]
 groups = "cluster"              # clients are compared by the groups of the data
@@ -354,7 +357,7 @@ groups = "cluster"              # clients are compared by the groups of the data
 [engine]
 kind = "local"                  # this machine
 # workers = 2                   # one for each core if left out
-block = 8                       # clients that are worked on together
+# block = 8                     # clients that share a call; as many as are fastest if left out
 
 [metrics]
 every = 1                       # rounds between evaluations

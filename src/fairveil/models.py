@@ -91,12 +91,13 @@ class Model:
                 "It has no parameters that require a gradient.",
                 "a model with at least one trainable layer",
             )
-        self.names = [name for name, _ in named]
+        self.own = dict(named)  # the module's trainable parameters themselves
+        self.names = list(self.own)
         self.shapes = [tuple(p.shape) for _, p in named]
         self.parameters = sum(p.numel() for _, p in named)
         self._check_output()
-        self._with_loss = _WithLoss(self.module) if hasattr(self.module, "record_losses") else None
-        if self._with_loss is not None:
+        self.with_loss = _Scored(self.module, spec.classes)
+        if hasattr(self.module, "record_losses"):
             self._check_own_loss()
 
     def initial(self, stream: Stream) -> Tensor:
@@ -109,20 +110,20 @@ class Model:
         return torch.cat([parameters[name].detach().reshape(-1) for name in self.names])
 
     def unflatten(self, weights: Tensor) -> dict[str, Tensor]:
-        """Views of a flat vector (p,) under the module's own names."""
-        parts = weights.split([math.prod(shape) for shape in self.shapes])
-        return {name: part.view(shape) for name, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+        """Views of flat vectors (..., p) under the module's own names, each (..., *shape)."""
+        parts = weights.split([math.prod(shape) for shape in self.shapes], dim=-1)
+        many = weights.shape[:-1]
+        return {n: part.view(*many, *shape) for n, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+
+    def scored(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (n, classes) or (n, 1), and the loss of each record (n,)."""
+        named = {f"module.{name}": value for name, value in parameters.items()}
+        scored: tuple[Tensor, Tensor] = functional_call(self.with_loss, named, (x, y))
+        return scored
 
     def losses(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         """The loss of each record (n,): the module's own, or cross-entropy, or half the squared error."""
-        if self._with_loss is not None:
-            named = {f"module.{name}": value for name, value in parameters.items()}
-            own: Tensor = functional_call(self._with_loss, named, (x, y))
-            return own
-        output = functional_call(self.module, dict(parameters), (x,))
-        if self.spec.classes:
-            return F.cross_entropy(output, y, reduction="none")
-        return 0.5 * (output.squeeze(-1) - y).square()
+        return self.scored(parameters, x, y)[1]
 
     def gradient(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The gradient (p,) of the mean loss over records: the plain, non-private step."""
@@ -233,15 +234,20 @@ class Model:
             )
 
 
-class _WithLoss(nn.Module):
-    """A module and its own loss as one, so that a loss that reads parameters (a penalty) reads those of the vector."""
+class _Scored(nn.Module):
+    """A module and its loss as one, so that a loss that reads parameters (a penalty) reads those of the vector."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, classes: int) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.classes = module, classes
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.module.record_losses(self.module(x), y)  # type: ignore[operator]
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.module(x)
+        if hasattr(self.module, "record_losses"):
+            return output, self.module.record_losses(output, y)  # type: ignore[operator]
+        if self.classes:
+            return output, F.cross_entropy(output, y, reduction="none")
+        return output, 0.5 * (output.squeeze(-1) - y).square()
 
 
 def check_model(name: str, options: Mapping[str, Any]) -> Callable[..., nn.Module]:

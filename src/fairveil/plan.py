@@ -23,7 +23,7 @@ from fairveil.privacy.accounting import (
     calibrate_many,
     price,
 )
-from fairveil.privacy.gradients import check_record_gradients
+from fairveil.privacy.gradients import path_of
 from fairveil.privacy.ledger import FEDERATION, Ledger
 from fairveil.privacy.mechanisms import Mechanism, Releases, canonical, events_of
 from fairveil.privacy.statement import Statement, json_number, make_statement
@@ -69,6 +69,15 @@ class Plan:
     def code(self) -> str:
         """What `RunConfig.code` was when the run was planned: later edits do not change a run under way."""
         return self.config.code()
+
+    @property
+    def note(self) -> str | None:
+        """What the user may want to know beforehand: that the model will be slow, and why."""
+        obstacle = path_of(self.model).obstacle if self.algorithm.unit == "record" else None
+        return obstacle and (
+            "Per-record gradients of this model go through torch.func.vmap, which is several times slower: there is no "
+            f"rule for {obstacle}."
+        )
 
     @property
     def protected(self) -> list[int]:
@@ -129,6 +138,7 @@ class Plan:
             planned=[self.releases[unit] for unit in by_size],
             posted=None if posted is None else [posted.get(unit, {}) for unit in by_size],
             trust=self.algorithm.trust,
+            noise=self.config.privacy.noise,
             public=public,
             complete=complete,
         )
@@ -147,6 +157,7 @@ class Plan:
             "noise_multiplier": {"smallest": min(noise), "largest": max(noise)},
             "units": [asdict(u) | {"epsilon": json_number(u.epsilon)} for u in self.units],
             "statement": self.statement().to_json(),
+            "note": self.note,
         }
 
 
@@ -224,7 +235,7 @@ def materials(config: RunConfig) -> tuple[Algorithm[Any], Federation, Model, Fac
     federation = config.build_federation()
     model = config.model_spec(federation).build()
     if algorithm.unit == "record":
-        check_record_gradients(model)
+        path_of(model)  # refuses what has no per-record gradients
     facts = Facts(
         size=nominal_sizes(federation.size, config.data.sizes),
         group=federation.group,

@@ -18,6 +18,7 @@ from safetensors.torch import save
 
 from fairveil.config import RunConfig, load_config
 from fairveil.data.federation import Federation
+from fairveil.engine.blocks import best_block
 from fairveil.engine.local import LocalEngine
 from fairveil.errors import PrivacyError, RunFault, UserError
 from fairveil.metrics import Summary, summarise
@@ -212,10 +213,10 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> None:
     personal = dict(checkpoint.personal) if checkpoint else {}
     scales = _scales(plan, store)
     federation = plan.federation.standardised(*scales) if scales else plan.federation
-    with _engine(plan, federation) as engine:
+    with _engine(plan, store, federation) as engine:
         session = Session(
             plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=config.seed,
-            root=plan.root, personal=personal, observe=observe, public_tasks=algorithm.public_tasks,
+            root=_root(plan, store), personal=personal, observe=observe, public_tasks=algorithm.public_tasks,
         )  # fmt: skip
         state, done = algorithm.start(session), 0
         gauge = _Gauge(plan, store) if progress else None
@@ -236,9 +237,15 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> None:
         _save_models(plan, store, state, scales)
 
 
-def _engine(plan: Plan, federation: Federation) -> LocalEngine:
+def _engine(plan: Plan, store: Store, federation: Federation) -> LocalEngine:
     spec, engine = plan.config.model_spec(federation), plan.config.engine
-    return LocalEngine(federation, spec, root=plan.root, workers=engine.workers, block=engine.block)
+    block = engine.block or best_block(plan.model)
+    return LocalEngine(federation, spec, root=_root(plan, store), workers=engine.workers, block=block)
+
+
+def _root(plan: Plan, store: Store) -> str:
+    """Of all randomness: the run's name, and its secret if it has one."""
+    return plan.root if plan.config.privacy.noise == "reproducible" else f"{plan.root} {store.secret()}"
 
 
 def _scales(plan: Plan, store: Store) -> tuple[np.ndarray, np.ndarray] | None:
@@ -246,10 +253,10 @@ def _scales(plan: Plan, store: Store) -> tuple[np.ndarray, np.ndarray] | None:
     standardise = plan.federation.standardise
     if standardise is None:
         return None
-    with _engine(plan, plan.federation) as engine:
+    with _engine(plan, store, plan.federation) as engine:
         session = Session(
             plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=plan.config.seed,
-            root=plan.root, personal={}, observe=lambda client, task, diagnostics: None, stage="preparation",
+            root=_root(plan, store), personal={}, observe=lambda client, task, diagnostics: None, stage="preparation",
         )  # fmt: skip
         return feature_statistics(standardise, session, federation=plan.algorithm.unit == "client")
 

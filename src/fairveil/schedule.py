@@ -11,8 +11,9 @@ from dp_accounting import DpEvent
 
 from fairveil.errors import UserError, nearest
 from fairveil.privacy.accounting import Accountant, Adjacency, SelectionDpEvent, calibrate, price
-from fairveil.privacy.mechanisms import Mechanism, NoisyTraining, events_of
+from fairveil.privacy.mechanisms import Mechanism, events_of
 from fairveil.privacy.statement import json_number
+from fairveil.privacy.training import NoisyTraining
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,11 @@ class Pick:
         return cls(models, np.arange(len(models)))
 
     def __getitem__(self, client: int) -> Tensor:
-        return self.rows[int(self.index[client])]
+        return self._rows[int(self.index[client])]
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, ...]:
+        return self.rows.unbind()
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class Call:
     each: Mapping[str, Plain] = field(default_factory=dict)
     mechanism: Mechanism | None = None
     personal: Mapping[str, Tensor] = field(default_factory=dict)
-    digest: bytes = b""  # of all that decides the reply
+    digest: bytes = b""  # of all that decides the reply, besides the client's records and the request
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,7 @@ class Job:
     request: str
     shared: Mapping[str, Plain]
     calls: Sequence[Call]
+    digest: bytes = b""  # of the task and of what all get
 
 
 class Engine(Protocol):
@@ -233,12 +238,13 @@ class Session:
         mechanisms = [mechanism(self.terms[int(i)]) if mechanism else None for i in clients]
         job = self._job("ask", task, clients, mechanisms, shared or {}, each or {})
         replies = dict(self._engine.run(job))
-        values = self._checked(job, [replies[call.client].out for call in job.calls])
+        outs = [replies[call.client].out for call in job.calls]
+        values = self._checked(job, outs)
         self._ledger.post(
             [
-                Entry(call.client, job.request, call.mechanism, call.digest, digest_values(value))
-                for call, value in zip(job.calls, values, strict=True)
-                if call.mechanism
+                Entry(call.client, job.request, out.mechanism, call.digest, out.digest)
+                for call, out in zip(job.calls, outs, strict=True)
+                if isinstance(out, Release)
             ]
         )
         self._keep(job, replies)
@@ -273,7 +279,8 @@ class Session:
                 raise _unpriced(task, reply.out, "Session.sum takes a Share of the mechanism it was given")
             mechanism.add(exact, reply.out)
             replies[client] = Reply(Kept(), reply.keep, reply.diagnostics)  # the share itself is let go
-        inputs = digest_of(task, mechanism, shared or {}, {}, b"".join(call.digest for call in job.calls))
+        asked = b"".join([job.digest, *(call.digest for call in job.calls)])
+        inputs = digest_values({"mechanism": canonical(mechanism)}, before=asked)
         noisy = mechanism.finish(exact, Stream(self._root, job.request, "noise", inputs.hex()))
         self._ledger.post([Entry(FEDERATION, job.request, mechanism, inputs, digest_values(noisy))])
         self._keep(job, replies)
@@ -290,12 +297,18 @@ class Session:
             )
         if len(set(clients.tolist())) < len(clients):
             raise TypeError("a client is asked twice in one request: its second answer would be an unpriced one")
+        digest = digest_values({"task": f"{task.__module__}.{task.__qualname__}"}, shared)  # once for all clients
+        alike: dict[Mechanism | None, tuple[Mechanism | None, bytes]] = {}
         calls = []
-        for client, mechanism in zip(clients.tolist(), mechanisms, strict=True):
+        for client, given in zip(clients.tolist(), mechanisms, strict=True):
+            if given not in alike:
+                text = canonical(given) if given else ""
+                alike[given] = given, digest_values({"mechanism": text}, before=digest)
+            mechanism, before = alike[given]  # equal ones are one object, which travels once
             own = {name: pick[client] for name, pick in each.items()}
             kept = self._personal.get(client, {})
-            calls.append(Call(client, own, mechanism, kept, digest_of(task, mechanism, {**shared, **own}, kept)))
-        return Job(task, self._next(what), shared, calls)
+            calls.append(Call(client, own, mechanism, kept, digest_values(own, kept, before=before)))
+        return Job(task, self._next(what), shared, calls, digest)
 
     def _checked(self, job: Job, outs: Sequence[object]) -> list[Mapping[str, Plain]]:
         """The values of replies that all have a price, or all need none.
@@ -327,7 +340,8 @@ class Session:
         asked = f"{job.task.__name__}, {job.request.partition(', ')[2]}"  # a task may be asked twice in a round
         for client, reply in replies.items():
             if reply.keep is not None:
-                self._personal[client] = reply.keep
+                # clones: the memory that it came in holds the client's update as well, and would stay
+                self._personal[client] = {name: value.clone() for name, value in reply.keep.items()}
             if reply.diagnostics:
                 self._observe(client, asked, reply.diagnostics)
 
@@ -343,20 +357,3 @@ def _unpriced(task: Task, out: object, rule: str) -> TypeError:
         f"task {task.__name__} answered with {type(out).__name__}, which has no price here: {rule}. A number for "
         "the metrics table goes into diagnostics, a client's own state into keep."
     )
-
-
-def digest_of(
-    task: Task,
-    mechanism: Mechanism | None,
-    inputs: Mapping[str, Plain],
-    personal: Mapping[str, Tensor],
-    before: bytes = b"",
-) -> bytes:
-    """A digest of all that decides a reply, besides the client's records and the request.
-
-    Raises:
-        TypeError: an input that is neither a tensor nor a plain value.
-    """
-    whole = canonical(mechanism) if mechanism else ""
-    name = {"task": f"{task.__module__}.{task.__qualname__}", "mechanism": whole}
-    return digest_values(name, inputs, personal, before=before)

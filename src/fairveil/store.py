@@ -11,6 +11,7 @@ import fcntl
 import itertools
 import json
 import os
+import secrets
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, NamedTuple, Self, TextIO
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fairveil.errors import RunFault, UserError
+from fairveil.errors import PrivacyError, RunFault, UserError
 from fairveil.privacy.ledger import Ledger
 
 FORMAT = 1  # of the run folder
@@ -52,8 +53,7 @@ CREATE TABLE IF NOT EXISTS round (round INTEGER PRIMARY KEY, seconds REAL NOT NU
 """
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """One row of the metrics table.
 
     Attributes:
@@ -193,9 +193,13 @@ class Store:
 
     def scores(self, metric: str) -> dict[int, float]:
         """A metric of the served models in the last evaluated round, by client."""
-        query = "SELECT client, value FROM metrics WHERE metric = ? AND model = 'served' AND round = {}"
-        last = "(SELECT MAX(round) FROM metrics WHERE metric = ? AND model = 'served')"
-        return dict(self.database.execute(query.format(last), (metric, metric)))
+        of_metric = (
+            "metric = (SELECT id FROM word WHERE text = ?) AND model = (SELECT id FROM word WHERE text = 'served')"
+        )
+        # from the newest row on, up to the first that fits: a run may have millions of older ones
+        last = f"SELECT round FROM score WHERE {of_metric} ORDER BY round DESC LIMIT 1"
+        query = f"SELECT client, value FROM score WHERE {of_metric} AND round = ({last})"
+        return dict(self.database.execute(query, (metric, metric)))
 
     def seconds(self) -> float:
         """Time spent in finished rounds, over all interruptions."""
@@ -210,6 +214,25 @@ class Store:
         except OSError as error:
             raise _unwritable(self.folder, error) from error
         return path
+
+    def secret(self) -> str:
+        """The key of the run's noise, 256 random bits in a file that only its owner may read; made when first asked.
+
+        Raises:
+            PrivacyError: it is gone, and other noise would give away what was released.
+        """
+        path = self.folder / "secret.key"
+        try:
+            if not path.exists():
+                if len(self.ledger):
+                    raise PrivacyError(
+                        f"{path} is gone. What was released cannot be released again with other noise: whoever saw "
+                        "both could tell the records from their difference. Restore it, or start a new run."
+                    )
+                write_whole(path, secrets.token_hex(32).encode(), mode=0o600)
+            return path.read_text()
+        except OSError as error:
+            raise _unwritable(self.folder, error) from error
 
     def _word(self, text: str) -> int:
         if text not in self._words:
@@ -246,11 +269,11 @@ def new_folder(runs: Path, name: str) -> Path:
     return folder
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file whole or not at all; it is on disk when this returns."""
     beside = path.with_name(f".{path.name}.part")
     try:
-        with beside.open("wb") as file:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fairveil.data.federation import Records
 from fairveil.models import Model
-from fairveil.privacy.mechanisms import ClientMechanism, CohortSums
+from fairveil.privacy.mechanisms import CohortSums
 from fairveil.privacy.release import Kept, Reply
+from fairveil.privacy.training import NoisyTraining, train
 from fairveil.session import Member
 
 EVALUATED = 500  # test records that are scored at once
@@ -19,11 +20,8 @@ EVALUATED = 500  # test records that are scored at once
 
 def local_update(members: Sequence[Member]) -> list[Reply]:
     """Each client trains the input "model" under its own mechanism and releases the update (record level)."""
-    replies = []
-    for member in members:
-        release, diagnostics = cast(ClientMechanism, member.mechanism).release(member)
-        replies.append(Reply(release, diagnostics=diagnostics))
-    return replies
+    trained = train([cast(NoisyTraining, member.mechanism) for member in members], members)
+    return [Reply(release, diagnostics=diagnostics) for release, diagnostics in trained]
 
 
 def bounded_update(members: Sequence[Member]) -> list[Reply]:
@@ -74,7 +72,6 @@ def evaluate(members: Sequence[Member]) -> list[Reply]:
 def _tested(model: Model, weights: Tensor, records: Records) -> tuple[Tensor, Tensor]:
     """Outputs (n, ...) and losses (n,), a few hundred records at a time: a large test set need not fit a network."""
     parameters = model.unflatten(weights)
-    parts = list(zip(records.x.split(EVALUATED), records.y.split(EVALUATED), strict=True))
-    outputs = [model.predict(weights, x) for x, _ in parts]
-    losses = [model.losses(parameters, x, y) for x, y in parts]
+    parts = zip(records.x.split(EVALUATED), records.y.split(EVALUATED), strict=True)
+    outputs, losses = zip(*(model.scored(parameters, x, y) for x, y in parts), strict=True)
     return torch.cat(outputs), torch.cat(losses)

@@ -21,8 +21,8 @@ from fairveil.data.federation import Federation
 from fairveil.engine.local import LocalEngine
 from fairveil.errors import RunFault, UserError
 from fairveil.models import ModelSpec
-from fairveil.privacy.mechanisms import NoisyTraining
 from fairveil.privacy.release import Kept, Public, Reply
+from fairveil.privacy.training import NoisyTraining
 from fairveil.session import Call, Job, Member
 
 CLIENTS = 7
@@ -366,7 +366,7 @@ def test_workers_end_with_the_engine(federation: Federation) -> None:
         assert not [pid for pid in pids if _alive(pid)]
 
 
-def _alive(pid: int) -> bool:
+def _alive(pid: int | str) -> bool:
     """Whether a process runs (a zombie does not)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -409,6 +409,23 @@ def test_nothing_is_written_in_place(task: Any, workers: int) -> None:
         list(running.run(asked))
 
 
+def rename_personal(members: Sequence[Member]) -> list[Reply]:
+    for member in members:
+        member.personal["kept"] = torch.ones(3)  # type: ignore[index]
+        member.inputs["start"] = torch.ones(650)  # type: ignore[index]
+    return [Reply(Kept()) for _ in members]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_task_that_changes_its_dictionaries_changes_nothing_else(federation: Federation, workers: int) -> None:
+    """What it means to keep goes into its reply, or it would be kept in one process and not in two."""
+    start, kept = torch.zeros(650), {"kept": torch.zeros(3)}
+    asked = Job(rename_personal, "round 1, ask 1", {"start": start}, [Call(client, personal=kept) for client in (0, 1)])
+    with engine(federation, workers) as running:
+        list(running.run(asked))
+    assert asked.shared["start"] is start and not kept["kept"].any()
+
+
 class Counting(torch.nn.Module):
     """A model that counts, in a loss of its own; the first look does not show it."""
 
@@ -421,9 +438,19 @@ class Counting(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.asked += 1
         if self.asked > 20:  # after the checks at the start
-            self.seen += 1
+            self.count()
         output: Tensor = self.linear(x.flatten(1))
         return output
+
+    def count(self) -> None:
+        self.seen += 1
+
+
+class Renewing(Counting):
+    """The same with a new buffer each time, which may take the place in memory, and so the identity, of an old one."""
+
+    def count(self) -> None:
+        self.seen = self.seen + 1
 
 
 def keep_asking(members: Sequence[Member]) -> list[Reply]:
@@ -433,10 +460,11 @@ def keep_asking(members: Sequence[Member]) -> list[Reply]:
     return [Reply(Kept()) for _ in members]
 
 
-def test_a_model_that_remembers_is_found_out() -> None:
+@pytest.mark.parametrize("model", ["Counting", "Renewing"])
+def test_a_model_that_remembers_is_found_out(model: str) -> None:
     """What it keeps of one client's records would go into the updates of the next."""
     federation = build_federation("digits", {}, {"kind": "iid", "clients": 2}, 0)
-    spec = ModelSpec(f"{__name__}:Counting", federation.features, 10)
+    spec = ModelSpec(f"{__name__}:{model}", federation.features, 10)
     job = Job(keep_asking, "round 1, ask 1", {}, [Call(client) for client in range(2)])
     with (
         LocalEngine(federation, spec, root="a run", workers=1) as engine,
@@ -503,10 +531,3 @@ def _soon(look: Any, right: Any, seconds: float) -> Any:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
     return found
-
-
-def _alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

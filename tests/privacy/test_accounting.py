@@ -22,6 +22,7 @@ from scipy import special
 from scipy.fft import next_fast_len
 from scipy.optimize import brentq
 
+from fairveil import cache as kept_numbers
 from fairveil.errors import UserError
 from fairveil.privacy import accounting
 from fairveil.privacy.accounting import SelectionDpEvent, calibrate, calibrate_many, price
@@ -31,9 +32,9 @@ from fairveil.privacy.accounting import SelectionDpEvent, calibrate, calibrate_m
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache on disk and in memory; gives the file."""
     monkeypatch.setenv("FAIRVEIL_CACHE", str(tmp_path / "cache"))
-    accounting._memory.clear()
-    yield tmp_path / "cache" / "accounting.sqlite"
-    accounting._memory.clear()
+    kept_numbers._memory.clear()
+    yield tmp_path / "cache" / "numbers.sqlite"
+    kept_numbers._memory.clear()
 
 
 def sampled(q: float, z: float) -> PoissonSampledDpEvent:
@@ -495,12 +496,12 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cached_and_fresh_are_the_same(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = price(training(500)(2.0), 1e-5), calibrate(training(500), 3.0, 1e-5)
-    accounting._memory.clear()
+    kept_numbers._memory.clear()
     with monkeypatch.context() as patch:
         forbid(patch)
         assert (price(training(500)(2.0), 1e-5), calibrate(training(500), 3.0, 1e-5)) == first
     cache.unlink()
-    accounting._memory.clear()
+    kept_numbers._memory.clear()
     assert (price(training(500)(2.0), 1e-5), calibrate(training(500), 3.0, 1e-5)) == first
 
 
@@ -535,7 +536,7 @@ def test_functions_alike_at_the_probes_are_not_confused() -> None:
 def test_a_cache_that_cannot_be_used_is_not_used(cache: Path, damage: str) -> None:
     events = {sampled(0.1, 1.0): 50}
     expected = price(events, 1e-5)
-    accounting._memory.clear()
+    kept_numbers._memory.clear()
     holder = None
     if damage == "garbage":
         cache.write_bytes(b"this is not a database" * 1000)
@@ -570,11 +571,11 @@ def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("FAIRVEIL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     price({GaussianDpEvent(1.0): 1}, 1e-5)
-    assert (tmp_path / "xdg" / "fairveil" / "accounting.sqlite").exists()
+    assert (tmp_path / "xdg" / "fairveil" / "numbers.sqlite").exists()
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     price({GaussianDpEvent(2.0): 1}, 1e-5)
-    assert (tmp_path / "home" / ".cache" / "fairveil" / "accounting.sqlite").exists()
+    assert (tmp_path / "home" / ".cache" / "fairveil" / "numbers.sqlite").exists()
 
 
 def test_processes_share_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,7 +601,7 @@ def test_planning_two_thousand_clients() -> None:
     start = time.process_time()
     noise = calibrate_many([training(size) for size in grid], 5, 1e-4)
     assert time.process_time() - start < 30
-    accounting._memory.clear()
+    kept_numbers._memory.clear()
     start = time.process_time()
     assert calibrate_many([training(size) for size in grid], 5, 1e-4) == noise
     assert time.process_time() - start < 1

@@ -11,7 +11,8 @@ import pytest
 
 from fairveil.errors import PrivacyError
 from fairveil.privacy.ledger import FEDERATION, Entry, Ledger
-from fairveil.privacy.mechanisms import CohortSums, NoisyTraining, Part, canonical
+from fairveil.privacy.mechanisms import CohortSums, Part, canonical
+from fairveil.privacy.training import NoisyTraining
 
 TRAINING = NoisyTraining(0.25, 4, clip_norm=1.0, noise_multiplier=1.2, expected_batch=32.0)
 SUMS = CohortSums((Part("update", (3,), 1.0, 2.0),), 0.5)
@@ -117,6 +118,18 @@ def test_everything_survives_reopening(ledger: Ledger, path: Path) -> None:
     again.post([entry(0, 2)])  # known: free
     with pytest.raises(PrivacyError):
         again.post([entry(0, 3)])  # the count went on where it stood
+
+
+def test_requests_of_one_post_are_told_apart(ledger: Ledger) -> None:
+    """Some known, some new, of several requests and units at once."""
+    ledger.post([entry(0, 1), entry(1, 2)])
+    ledger.post([entry(0, 1), entry(0, 2), entry(1, 2), entry(1, 1)])
+    assert len(ledger) == 4
+    assert ledger.posted() == {unit: Counter({canonical(TRAINING): 2}) for unit in (0, 1)}
+    with pytest.raises(PrivacyError, match="client 1: round 2 was answered before with other inputs"):
+        ledger.post([entry(0, 1), entry(1, 2, digest=b"y")])
+    with pytest.raises(PrivacyError, match="asked for 3 times"):
+        ledger.post([entry(0, 1), entry(0, 3)])
 
 
 def test_a_plan_never_changes(ledger: Ledger) -> None:

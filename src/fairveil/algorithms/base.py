@@ -13,8 +13,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from fairveil.privacy.mechanisms import Mechanism, NoisyTraining
+from fairveil.privacy.mechanisms import Mechanism
 from fairveil.privacy.release import Plain
+from fairveil.privacy.training import NoisyTraining
 from fairveil.session import Facts, Pick, Session, Terms
 from fairveil.tasks import local_update
 

@@ -7,52 +7,59 @@ open; they ignore Ctrl-C (the runner decides) and die with their parent.
 
 from __future__ import annotations
 
-import io
+import gc
 import os
 import pickle
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fairveil.data.federation import ClientData, Federation
+from fairveil.engine.messages import Message, packed, receive
 from fairveil.errors import RunFault, UserError
 from fairveil.models import ModelSpec
 from fairveil.privacy.release import MINT, Release, Reply
-from fairveil.processes import end_with_parent, start
+from fairveil.processes import end_with_parent, keep_memory, start
 from fairveil.session import Call, Job, Member
 
 CACHED_BYTES = 1 << 30  # of loaded records that one process keeps; the rest is loaded anew each time
+BLOCK = 8  # clients, where nobody says
+MOMENT = 0.02  # seconds for which replies are put together
 
 
 class Bench:
     """One process's work place: the model, and the clients' data as far as it is cached."""
 
-    def __init__(self, federation: Federation, spec: ModelSpec, root: str, block: int) -> None:
-        self.federation, self.model = federation, spec.build()
-        self.root, self.block = root, block
+    def __init__(self, federation: Federation, spec: ModelSpec, root: str, block: int | None) -> None:
+        self.federation, self.model, self.root = federation, spec.build(), root
+        self.block = block or BLOCK
+        self._tensors = _tensors(self.model.module)  # held, so that no other takes the identity of one that is gone
+        self._untouched = _state(self._tensors)
         self._cache: dict[int, ClientData] = {}
-        self._cached = 0
+        self._cached_bytes = 0
+        self._cached_storages: set[int] = set()  # clients may share one, a common test set say: it counts once
 
     def perform(self, job: Job) -> Iterator[list[tuple[int, Reply]]]:
         """The replies of the job's clients, block by block."""
         for first in range(0, len(job.calls), self.block):
             calls = job.calls[first : first + self.block]
             members = [self._member(job, call) for call in calls]
-            before = [_versions(member) for member in members], _state(self.model.module)
+            held = [tensor for member in members for tensor in _held(member)]
+            versions = [tensor._version for tensor in held]
             replies = job.task(members)
-            if before[0] != [_versions(member) for member in members]:
+            if versions != [tensor._version for tensor in held]:
                 raise TypeError(
                     f"task {job.task.__name__} wrote into its inputs, its client's records or personal state in place: "
                     "they are shared with others; work on a clone"
                 )
-            if before[1] != _state(self.model.module):
+            if self._untouched != _state(_tensors(self.model.module)):
                 raise TypeError(
                     f"task {job.task.__name__}: the model has changed a parameter or buffer of its own, which carries "
                     "one client's records to the next at no price; keep no running values in it"
@@ -74,28 +81,39 @@ class Bench:
 
     def _member(self, job: Job, call: Call) -> Member:
         key = (self.root, job.request, call.client, call.digest.hex())
-        inputs = {**job.shared, **call.each}
-        return Member(self._data(call.client), self.model, inputs, call.mechanism, call.personal, key, MINT)
+        inputs, personal = {**job.shared, **call.each}, dict(call.personal)  # a task may change its dictionaries
+        return Member(self._data(call.client), self.model, inputs, call.mechanism, personal, key, MINT)
 
     def _data(self, client: int) -> ClientData:
         if client in self._cache:
             return self._cache[client]
         data = self.federation.load(client)
-        self._cached += sum(t.nbytes for t in (data.train.x, data.train.y, data.test.x, data.test.y))
-        if self._cached < CACHED_BYTES:
+        storages = {storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, _records(data))}
+        more = sum(size for address, size in storages.items() if address not in self._cached_storages)
+        if self._cached_bytes + more < CACHED_BYTES:
             self._cache[client] = data
+            self._cached_bytes += more
+            self._cached_storages |= storages.keys()
         return data
 
 
-def _versions(member: Member) -> list[int]:
-    """How often each tensor that the member holds has been written in place."""
-    data = (member.data.train.x, member.data.train.y, member.data.test.x, member.data.test.y)
-    return [t._version for t in (*data, *member.inputs.values(), *member.personal.values()) if isinstance(t, Tensor)]
+def _records(data: ClientData) -> tuple[Tensor, ...]:
+    return data.train.x, data.train.y, data.test.x, data.test.y
 
 
-def _state(module: nn.Module) -> list[tuple[int, int]]:
-    """Which tensors a module holds, and how often each has been written in place."""
-    return [(id(tensor), tensor._version) for tensor in (*module.parameters(), *module.buffers())]
+def _held(member: Member) -> list[Tensor]:
+    """All tensors that a task is given with a member."""
+    values = (*_records(member.data), *member.inputs.values(), *member.personal.values())
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _state(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Which tensors these are, and how often each has been written in place."""
+    return [(id(tensor), tensor._version) for tensor in tensors]
 
 
 class LocalEngine:
@@ -108,7 +126,13 @@ class LocalEngine:
     """
 
     def __init__(
-        self, federation: Federation, spec: ModelSpec, *, root: str, workers: int | None = None, block: int = 8
+        self,
+        federation: Federation,
+        spec: ModelSpec,
+        *,
+        root: str,
+        workers: int | None = None,
+        block: int | None = None,
     ) -> None:
         self.workers = min(workers or usable_cores(), federation.clients)
         self._bench = (federation, spec, root, block)
@@ -122,6 +146,8 @@ class LocalEngine:
             self._inline = Bench(*self._bench)
         else:
             self._hire()
+        gc.collect()
+        gc.freeze()  # or all modules are looked through for garbage every few rounds, a tenth of a second each time
         return self
 
     def __exit__(
@@ -129,6 +155,7 @@ class LocalEngine:
     ) -> None:
         self._dismiss()
         self._inline = None
+        gc.unfreeze()
         torch.set_num_threads(self._threads)
 
     def run(self, job: Job) -> Iterator[tuple[int, Reply]]:
@@ -150,11 +177,15 @@ class LocalEngine:
         self._hire()
         busy: dict[Any, _Worker] = {}
         try:
+            parts = []
             for number, worker in enumerate(self._team):  # a client stays with its worker, which has its data
                 calls = [call for call in job.calls if call.client % self.workers == number]
                 if calls:
+                    parts.append((worker, replace(job, calls=calls)))
+            with packed(*(part for _, part in parts)) as messages:
+                for (worker, _), message in zip(parts, messages, strict=True):
                     busy[worker.connection] = worker
-                    worker.send(replace(job, calls=calls))
+                    worker.send(message)
             while busy:
                 for ready in wait(list(busy)):
                     answer = busy[ready].receive()
@@ -170,7 +201,10 @@ class LocalEngine:
 
     def _hire(self) -> None:
         if not self._team:
-            self._team = [_Worker.start(self._bench) for _ in range(self.workers)]
+            self._team = [_Worker.start() for _ in range(self.workers)]
+            with packed(self._bench) as (bench,):  # one federation in memory, for all of them
+                for worker in self._team:
+                    worker.send(bench)
 
     def _dismiss(self) -> None:
         for worker in self._team:
@@ -184,22 +218,20 @@ class _Worker:
     connection: Connection
 
     @classmethod
-    def start(cls, bench: tuple[Any, ...]) -> _Worker:
+    def start(cls) -> _Worker:
         # vmap imports torch._dynamo when it is first used: once here, not in every worker
         preload = ["torch", "torch._dynamo", "fairveil.engine.local", "fairveil.tasks"]
-        worker = cls(*start(_work, (), preload=preload, duplex=True, daemon=True))
-        worker.send(bench)
-        return worker
+        return cls(*start(_work, (), preload=preload, duplex=True, daemon=True))
 
-    def send(self, message: object) -> None:
+    def send(self, message: Message) -> None:
         try:
-            self.connection.send_bytes(_packed(message))
+            message.send(self.connection)
         except OSError as error:
             raise self._died() from error
 
     def receive(self) -> Any:
         try:
-            return pickle.loads(self.connection.recv_bytes())
+            return receive(self.connection)
         except (EOFError, OSError) as error:
             raise self._died() from error
 
@@ -221,47 +253,51 @@ class _Worker:
 def _work(connection: Connection) -> None:
     """The life of a worker: a bench, then jobs until the other end closes."""
     end_with_parent()
+    keep_memory()
     torch.set_num_threads(1)
     try:
-        bench = Bench(*pickle.loads(connection.recv_bytes()))
+        bench = Bench(*receive(connection))
+        gc.freeze()  # what the fork server has loaded: looking through it would also copy its pages
         while True:
-            job = pickle.loads(connection.recv_bytes())
-            try:
-                for block in bench.perform(job):
-                    connection.send_bytes(_packed(block))
-                connection.send_bytes(_packed(None))
-            except Exception as error:
-                connection.send_bytes(_packed(_portable(error)))
+            _answer(bench, connection)
     except (EOFError, OSError):
         os._exit(0)
+
+
+def _answer(bench: Bench, connection: Connection) -> None:
+    job = receive(connection)
+    try:
+        for replies in _gathered(bench.perform(job)):
+            _send(replies, connection)
+        _send(None, connection)
+    except Exception as error:
+        _send(_portable(error), connection)
+
+
+def _gathered(blocks: Iterator[list[tuple[int, Reply]]]) -> Iterator[list[tuple[int, Reply]]]:
+    """Blocks put together for a moment: a message for each would cost more than a small task."""
+    replies, since = [], time.monotonic()
+    for block in blocks:
+        replies += block
+        if time.monotonic() > since + MOMENT:
+            yield replies
+            replies, since = [], time.monotonic()
+    if replies:
+        yield replies
+
+
+def _send(message: object, connection: Connection) -> None:
+    with packed(message) as (only,):
+        only.send(connection)
 
 
 def _portable(error: Exception) -> Exception:
     """The error itself if it can travel, else one that says the same."""
     try:
-        pickle.loads(_packed(error))
+        pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-class _Pickler(pickle.Pickler):
-    """Sends tensors as plain arrays: no file descriptor for each tensor, no shared memory left behind."""
-
-    def reducer_override(self, value: object) -> Any:
-        if isinstance(value, Tensor):
-            return _tensor, (value.detach().numpy(),)
-        return NotImplemented
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(array)
-
-
-def _packed(message: object) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=5).dump(message)
-    return buffer.getvalue()
 
 
 def usable_cores() -> int:

@@ -8,18 +8,13 @@ as if the record had been removed, at half the sensitivity. Prices and calibrati
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import logging
 import math
-import os
-import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import attr
@@ -30,6 +25,7 @@ from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPriv
 from dp_accounting.rdp import RdpAccountant, compute_epsilon
 from scipy import optimize, special
 
+from fairveil.cache import kept
 from fairveil.errors import UserError
 
 Accountant = Literal["rdp", "pld", "tightest"]
@@ -41,7 +37,6 @@ _NUMBERS = f"2/{version('dp-accounting')}"  # raise the first whenever a price c
 _LEAST_NOISE, _MOST_NOISE = 1e-2, 1e6  # calibration looks nowhere else
 # Without sampling the first is enough. With it, nobody has proved that removal is the worse under composition.
 _DIRECTIONS = {"add-remove": [AdjacencyType.REMOVE, AdjacencyType.ADD], "replace": [AdjacencyType.REPLACE]}
-_memory: dict[str, list[float]] = {}  # the cache of this process, in front of the one on disk
 # This warning says that an order was left out of the search for the best: nothing a user could or should mend.
 logging.getLogger("absl").addFilter(lambda record: "_compute_log_a_frac failed" not in str(record.msg))
 
@@ -115,7 +110,7 @@ def calibrate(
     # A function has no name: its events at a few multipliers stand for it. Functions that agree there and differ
     # elsewhere do no harm, because what was solved before is priced again with the events at hand.
     probes = [compose(z) for z in (1.0, 1.7, 3.1)]
-    (z,) = _cached(("calibrate", *probes, float(epsilon), float(delta), adjacency, accountant), solve)
+    (z,) = kept((_NUMBERS, "calibrate", *probes, float(epsilon), float(delta), adjacency, accountant), solve)
     return z if cost(z) <= epsilon else solve()[0]
 
 
@@ -216,7 +211,7 @@ def _price(what: _Composition, delta: float, adjacency: Adjacency, accountant: A
 
     rdp = pld = what.precision
     if rdp < math.inf and any(what):
-        rdp, pld = _cached(("price", what, delta, adjacency, accountant), compute)
+        rdp, pld = kept((_NUMBERS, "price", what, delta, adjacency, accountant), compute)
     return Price(min(rdp, pld), delta, "rdp" if rdp < pld or accountant == "rdp" else "pld", adjacency)
 
 
@@ -389,30 +384,3 @@ def _solve(estimate: Callable[[float], float], cost: Callable[[float], float], e
             f"a budget well above {floor:.4g}, fewer or noisier selections, or a larger data.options.statistics_noise",
         )
     return best
-
-
-def _cached(parts: tuple[object, ...], compute: Callable[[], list[float]]) -> list[float]:
-    key = hashlib.sha256(repr((_NUMBERS, *parts)).encode()).hexdigest()  # the repr of a float is exact
-    if key not in _memory:
-        row = _database("SELECT value, seal FROM kept WHERE key = ?", key)
-        if row and row[1] == hashlib.sha256(f"{key} {row[0]}".encode()).hexdigest():  # no damaged row is a price
-            _memory[key] = [float.fromhex(number) for number in row[0].split()]
-        else:
-            _memory[key] = compute()
-            value = " ".join(number.hex() for number in _memory[key])
-            seal = hashlib.sha256(f"{key} {value}".encode()).hexdigest()
-            _database("INSERT OR REPLACE INTO kept VALUES (?, ?, ?)", key, value, seal)
-    return _memory[key]
-
-
-def _database(statement: str, *values: str) -> Any:
-    """The first row of the answer; None if the cache cannot be used (read-only, corrupt, locked ...)."""
-    with contextlib.suppress(sqlite3.Error, OSError, RuntimeError):
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(os.environ.get("FAIRVEIL_CACHE") or Path(base, "fairveil"))
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.closing(sqlite3.connect(folder / "accounting.sqlite", timeout=1)) as database, database:
-            database.execute("PRAGMA synchronous=OFF")  # what is lost with the power is computed again
-            database.execute("CREATE TABLE IF NOT EXISTS kept (key TEXT PRIMARY KEY, value TEXT, seal TEXT)")
-            return database.execute(statement, values).fetchone()
-    return None

@@ -1,64 +1,187 @@
-"""Per-record clipped gradient sums: the one place where a record meets its bound."""
+"""Per-record clipped gradient sums: the one place where a record meets its bound.
+
+Two ways lead to them. Book-keeping (see bookkeeping.py) is about as fast as training without privacy; it knows the
+usual layers. vmap is slower and knows nearly all. Which one a model takes is found out once, by trying it, and
+whichever it is has agreed with plain autograd on each record alone; a model on which they disagree is refused.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from fairveil.errors import UserError
 from fairveil.options import shown
+from fairveil.privacy.bookkeeping import Book, Convolution, Gradients, NoRule, Tape, channels_last
 
 if TYPE_CHECKING:
+    from fairveil.data.federation import Records
     from fairveil.models import Model
 
-# Records whose gradients are held at once, so that memory does not grow with the batch: at most so many, and at most
-# so many numbers in all (a ResNet-18 of 11 million parameters would need 9 GB for 64 of them).
-MICRO_BATCH, MICRO_NUMBERS = 64, 1 << 26
-ROUNDING = 1 - 1e-6  # a record's float32 gradient depends on its batch in the last bits; this keeps the sum in bounds
+# Records whose gradients are held at once, so that memory does not grow with the batch: at most so many of a client,
+# and at most so many numbers in all (64 gradients of a ResNet-18 of 11 million parameters would need 3 GB).
+MICRO_BATCH, MICRO_NUMBERS = 128, 1 << 26
+GRAIN = 8  # batches of small models are padded to a multiple of this, so that clients can share a call
+# A record is clipped to a little less than its bound, since sums of float32 numbers are rounded. The sum of 128
+# vectors of length c is off by at most 128^2 c / 2^24 = c / 1024; so are those with and without the record. The rest
+# is for the last bits of a record's own gradient, which depend on the records beside it.
+ROUNDING = 1 - 2**-8
 
 
 @dataclass(frozen=True)
-class ClippedSum:
-    """Attributes: total (p,) float64, the sum of clipped gradients; how many records were clipped, or left out.
+class ClippedSums:
+    """Attributes: total (clients, p), the sums of clipped gradients; how many records were clipped, or left out.
 
-    In float32 the rounding of a long sum would exceed the bound: by 4% for 100,000 aligned gradients.
+    Sums of more than MICRO_BATCH records are float64: in float32 the rounding of a long sum would exceed the bound, by
+    4% for 100,000 aligned gradients.
     """
 
     total: Tensor
-    clipped: int
-    not_finite: int
+    clipped: Tensor  # (clients,)
+    not_finite: Tensor  # (clients,)
 
 
-def clipped_sum(model: Model, weights: Tensor, x: Tensor, y: Tensor, clip_norm: float) -> ClippedSum:
-    """Sum over records of clip(gradient of the record's loss, clip_norm).
+@dataclass(frozen=True)
+class Path:
+    """How the per-record gradients of a model are had.
+
+    Attributes:
+        book: if book-keeping can follow the model; else vmap does.
+        obstacle: why it cannot, in words.
+        numbers: held for one record, besides its activations.
+        grain: batches are padded to a multiple of this.
+        together: whether several clients may share a call: the result must be the same to the last bit.
+    """
+
+    book: Book | None
+    obstacle: str | None
+    numbers: int
+    grain: int = 1
+    together: bool = False
+
+
+def clipped_sums(
+    model: Model, weights: Tensor, records: Sequence[Records], drawn: Sequence[Tensor], clip_norm: float
+) -> ClippedSums:
+    """For each client the sum over its drawn records of clip(gradient of the record's loss, clip_norm).
 
     A record whose gradient is not finite contributes zero and is counted: it must not break the bound for the
-    others, and NaN times zero would be NaN.
+    others, and NaN times zero would be NaN. What a client gets does not depend on the other clients of the call.
 
     Args:
-        weights: flat parameters (p,).
-        x, y: records (n, ...), (n,); n may be 0.
+        weights: each client's flat parameters (clients, p).
+        records: what each client holds.
+        drawn: the rows of each client's batch; there may be none.
     """
-    total = torch.zeros_like(weights, dtype=torch.float64)
-    clipped = not_finite = 0
-    at_once = max(1, min(MICRO_BATCH, MICRO_NUMBERS // len(weights)))
-    for start in range(0, len(y), at_once):
-        records = slice(start, start + at_once)
-        gradients = record_gradients(model, weights, x[records], y[records])
-        norm = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64)
-        finite = torch.isfinite(norm)
-        factor = torch.where(finite, (clip_norm * ROUNDING / norm).clamp(max=1.0), 0.0)
-        if not finite.all():
-            gradients[~finite] = 0.0
-        total += factor @ gradients.to(torch.float64)
-        clipped += int((norm[finite] > clip_norm).sum())
-        not_finite += int((~finite).sum())
-    return ClippedSum(total, clipped, not_finite)
+    path = path_of(model)
+    at_once = max(1, min(MICRO_BATCH, MICRO_NUMBERS // path.numbers))
+    calls: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)  # micro-batches, by padded length
+    for client, rows in enumerate(drawn):
+        for part in rows.split(at_once) if len(rows) else ():
+            calls[padded_length(model, len(part))].append((client, part))
+    groups = []
+    for length, parts in calls.items():
+        many = max(1, MICRO_NUMBERS // (length * path.numbers)) if path.together else 1
+        groups += [(length, parts[first : first + many]) for first in range(0, len(parts), many)]
+    if len(groups) == 1 and len(groups[0][1]) == len(weights):  # as it mostly is: nothing to add up
+        return _called(model, path, weights, records, *groups[0], clip_norm)
+    long = any(len(rows) > at_once for rows in drawn)
+    total = torch.zeros_like(weights, dtype=torch.float64 if long or path.obstacle else weights.dtype)
+    clipped, not_finite = torch.zeros(2, len(weights), dtype=torch.int64, device=weights.device)
+    for length, parts in groups:
+        clients = [client for client, _ in parts]
+        sums = _called(model, path, weights[clients], records, length, parts, clip_norm)
+        for row, client in enumerate(clients):  # a client may be there twice
+            total[client] += sums.total[row]
+            clipped[client] += sums.clipped[row]
+            not_finite[client] += sums.not_finite[row]
+    return ClippedSums(total, clipped, not_finite)
+
+
+def _called(
+    model: Model, path: Path, weights: Tensor, records: Sequence[Records], length: int,
+    parts: Sequence[tuple[int, Tensor]], clip_norm: float,
+) -> ClippedSums:  # fmt: skip
+    """One call, for micro-batches (client, rows) of one padded length; weights are those of these clients."""
+    x, y, present = _gathered([(records[client], rows) for client, rows in parts], length)
+    if path.book:
+        return _by_book(model, path.book, weights, x, y, present, clip_norm)
+    return _by_vmap(model, weights[0], x[0], y[0], clip_norm)
+
+
+def padded_length(model: Model, length: int) -> int:
+    """Of a batch of so many records: it depends on the client's own batch alone, and so do the bits of the result."""
+    grain = path_of(model).grain
+    return -(-length // grain) * grain
+
+
+def _gathered(parts: Sequence[tuple[Records, Tensor]], length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The records (clients, length, ...), padded with zeros, their targets, and which rows are records."""
+    first = parts[0][0]
+    size = [len(rows) for _, rows in parts]
+    made = torch.Tensor.new_zeros if min(size) < length else torch.Tensor.new_empty
+    x, y = (made(t, (len(parts), length, *t.shape[1:])) for t in (first.x, first.y))
+    for (records, rows), count, into_x, into_y in zip(parts, size, x.unbind(), y.unbind(), strict=True):
+        torch.index_select(records.x, 0, rows, out=into_x[:count])
+        torch.index_select(records.y, 0, rows, out=into_y[:count])
+    return x, y, torch.arange(length) < torch.tensor(size).unsqueeze(1)
+
+
+def _by_book(
+    model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor, present: Tensor, clip_norm: float
+) -> ClippedSums:
+    """One call of the fast path: weights (clients, p), x (clients, length, ...)."""
+    gradients = _written(model, book, weights, x, y).gradients()
+    present = present.to(weights.device)
+    norm = _norms(gradients, present.numel()).view(present.shape)
+    not_finite = torch.zeros(len(weights), dtype=torch.int64, device=weights.device)
+    if not math.isfinite(norm.sum()):
+        bad = ~norm.isfinite()
+        not_finite, present = (present & bad).sum(dim=1), present & ~bad
+        gradients = {name: one.without(bad.flatten()) for name, one in gradients.items()}
+    factor = (clip_norm * ROUNDING / norm).clamp(max=1.0).where(present, 0.0).to(weights.dtype)
+    total = torch.empty_like(weights) if len(gradients) == len(model.names) else torch.zeros_like(weights)
+    _summed(model, gradients, factor, total)
+    return ClippedSums(total, ((norm > clip_norm) & present).sum(dim=1), not_finite)
+
+
+def _norms(gradients: Mapping[str, Gradients], records: int) -> Tensor:
+    """The norm of each record's gradient over all parameters (records,), float64."""
+    norms = [one.norms() for one in gradients.values()] or [torch.zeros(1, records)]
+    return torch.cat(norms).double().square_().sum(dim=0).sqrt_()
+
+
+def _summed(model: Model, gradients: Mapping[str, Gradients], factor: Tensor, total: Tensor) -> Tensor:
+    """Write the sums of the gradients, each times its factor (clients, rows), into total (clients, p)."""
+    parts = model.unflatten(total)
+    for name, one in gradients.items():
+        one.write_sum(parts[name], factor)
+    return total
+
+
+def _written(model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor) -> Tape:
+    x = x.flatten(0, 1)
+    return book.write(model.unflatten(weights), channels_last(x) if x.dim() == 4 else x, y.flatten())
+
+
+def _by_vmap(model: Model, weights: Tensor, x: Tensor, y: Tensor, clip_norm: float) -> ClippedSums:
+    """The same by vmap, for one client; float64 throughout, since speed is lost anyway."""
+    gradients = record_gradients(model, weights, x, y)
+    norm = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64)
+    finite = torch.isfinite(norm)
+    factor = torch.where(finite, (clip_norm * ROUNDING / norm).clamp(max=1.0), 0.0)
+    if not finite.all():
+        gradients[~finite] = 0.0
+    total = (factor @ gradients.to(torch.float64)).unsqueeze(0)
+    return ClippedSums(total, (norm[finite] > clip_norm).sum().view(1), (~finite).sum().view(1))
 
 
 def record_gradients(model: Model, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -71,29 +194,103 @@ def record_gradients(model: Model, weights: Tensor, x: Tensor, y: Tensor) -> Ten
     return torch.cat([by_name[name].reshape(len(y), -1) for name in model.names], dim=1)
 
 
-def check_record_gradients(model: Model) -> None:
-    """Refuse a model whose per-record gradients cannot be had, before anything is planned.
+# ---- which path ------------------------------------------------------------------------------------
+
+_PATHS: WeakKeyDictionary[Model, Path] = WeakKeyDictionary()
+
+
+def path_of(model: Model) -> Path:
+    """How the model's per-record gradients are had; the first time they are tried against each record alone.
 
     Raises:
-        UserError: naming what stands in the way.
+        UserError: they cannot be had, or are not what autograd says.
     """
-    spec = model.spec
-    x = torch.linspace(-1, 1, 2 * math.prod(spec.features)).reshape(2, *spec.features)
-    y = torch.arange(2) if spec.classes else torch.ones(2)
-    weights = model.flatten(model.module)
+    if model not in _PATHS:
+        _PATHS[model] = _tried(model)
+    return _PATHS[model]
+
+
+def _tried(model: Model) -> Path:
+    """Try the ways in turn on two clients with different models and a few records each."""
+    spec, rows = model.spec, 3
+    random = torch.Generator().manual_seed(0)
+    weights = model.flatten(model.module) + 0.01 * torch.randn(2, model.parameters, generator=random)
+
+    def records(length: int) -> tuple[Tensor, Tensor]:
+        x = 2 * torch.randn(2, length, *spec.features, generator=random)
+        if spec.classes:
+            return x, torch.randint(spec.classes, (2, length), generator=random)
+        return x, torch.randn(2, length, generator=random)
+
+    x, y = records(rows)
+    each = [(weights[k], x[k, i : i + 1], y[k, i : i + 1]) for k in range(2) for i in range(rows)]
+    alone = torch.stack([model.gradient(*one) for one in each]).view(2, rows, -1)
     try:
-        together = record_gradients(model, weights, x, y)
+        book = Book(model.with_loss, model.own)
+        tape = _written(model, book, weights, x, y)
+        found = tape.gradients()
+    except Exception as error:  # whatever a module does with stand-ins that no rule foresaw
+        obstacle = str(error) if isinstance(error, NoRule) else f"a model that says {type(error).__name__}: {error}"
+        vmapped = _tried_by_vmap(model, weights, x, y, obstacle)
+        _must_agree(model, vmapped, alone, torch.linalg.vector_norm(vmapped, dim=2))
+        return Path(None, obstacle, model.parameters)
+    only = torch.eye(rows).unsqueeze(1).expand(-1, 2, -1)  # one record of each client at a time
+    sums = torch.stack([_summed(model, found, factor, torch.zeros_like(weights)) for factor in only], dim=1)
+    _must_agree(model, sums, alone, _norms(found, 2 * rows).view(2, rows))
+    held = sum(layer.x.numel() + layer.g.numel() for layer in tape.layers if layer.g is not None) // (2 * rows)
+    numbers = held + sum(one.numbers for one in found.values())
+    if any(isinstance(layer, Convolution) for layer in tape.layers):
+        return Path(book, None, numbers)  # convolutions gain nothing from sharing a call
+    together = all(_alike(model, book, weights, *records(length)) for length in (GRAIN, 4 * GRAIN))
+    return Path(book, None, numbers, GRAIN if together else 1, together)
+
+
+def _alike(model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor) -> bool:
+    """Whether each client gets the same to the last bit in a call of its own."""
+    present = torch.ones(y.shape, dtype=torch.bool)
+    both = _by_book(model, book, weights, x, y, present, 1.0).total
+    each = [(weights[k, None], x[k, None], y[k, None], present[k, None]) for k in range(2)]
+    return torch.equal(both, torch.cat([_by_book(model, book, w, x, y, p, 1.0).total for w, x, y, p in each]))
+
+
+def _tried_by_vmap(model: Model, weights: Tensor, x: Tensor, y: Tensor, obstacle: str) -> Tensor:
+    try:
+        return torch.stack([record_gradients(model, weights[k], x[k], y[k]) for k in range(2)])
     except RuntimeError as error:
+        name = f"model.name = {shown(model.spec.name)}"
+        recurrent = [(n, type(m).__name__) for n, m in model.module.named_modules() if isinstance(m, nn.RNNBase)]
+        if recurrent:
+            layer, kind = recurrent[0]
+            raise UserError(
+                f"{name} has no per-record gradients: its layer {layer or 'itself'!r} is nn.{kind}.",
+                "Its steps run inside one operation, so that neither book-keeping nor torch.func.vmap can tell what\n"
+                "each record did to its parameters. Record-level privacy clips the gradient of each record on its own.",
+                "fairveil.networks.LSTMLayer, which is made of linear layers; or a client-level algorithm (dp-fedavg)",
+            ) from error
         raise UserError(
-            f"model.name = {shown(spec.name)} has no per-record gradients.",
-            f"torch.func.vmap could not follow it: {str(error).splitlines()[0]}\n"
+            f"{name} has no per-record gradients.",
+            f"There is no rule for {obstacle}, and torch.func.vmap could not follow it: {str(error).splitlines()[0]}\n"
             "Record-level privacy clips the gradient of each record on its own.",
-            "a model without branches on its data, nn.GRU or nn.LSTM; or a client-level algorithm (dp-fedavg)",
+            "a model of linear layers, convolutions, LayerNorm, GroupNorm and embeddings, without branches on its\n"
+            "data; or a client-level algorithm (dp-fedavg)",
         ) from error
-    alone = torch.stack([model.gradient(weights, x[i : i + 1], y[i : i + 1]) for i in range(2)])
-    if not torch.allclose(together, alone, rtol=1e-3, atol=1e-5):
+
+
+def _must_agree(model: Model, found: Tensor, alone: Tensor, norms: Tensor) -> None:
+    """Refuse a model whose records are not treated apart: gradients (clients, rows, p) each, norms (clients, rows).
+
+    Raises:
+        UserError: naming the parameter.
+    """
+    if not alone.isfinite().all():
+        return  # nothing can be learnt from the trial; such records will be left out
+    largest = alone.abs().max()
+    pairs = zip(model.unflatten(found).items(), model.unflatten(alone).values(), strict=True)
+    wrong = [n for (n, one), own in pairs if (one - own).abs().max() > 1e-3 * (own.abs().max() + 1e-3 * largest) + 1e-7]
+    if wrong or (norms < 0.999 * torch.linalg.vector_norm(alone, dim=2)).any():
         raise UserError(
-            f"model.name = {shown(spec.name)} has per-record gradients that disagree with its own.",
-            "Those of torch.func.vmap differ from those of each record alone, so no bound on them can be trusted.",
+            f"model.name = {shown(model.spec.name)} has per-record gradients that disagree with its own.",
+            f"Those of {wrong[0] if wrong else 'all parameters'} for several records together differ from those of\n"
+            "each record alone, so no bound on them can be trusted.",
             "a model of layers that treat each record apart",
         )

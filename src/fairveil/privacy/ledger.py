@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fairveil.errors import PrivacyError
@@ -27,7 +27,7 @@ CREATE TABLE IF NOT EXISTS plan (
     PRIMARY KEY (unit, mechanism)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS ledger (
     unit INTEGER NOT NULL, request TEXT NOT NULL, mechanism INTEGER NOT NULL REFERENCES mechanism,
-    digest BLOB NOT NULL, reply BLOB NOT NULL, PRIMARY KEY (unit, request)) WITHOUT ROWID;
+    digest BLOB NOT NULL, reply BLOB NOT NULL, PRIMARY KEY (request, unit)) WITHOUT ROWID;
 """
 
 
@@ -55,30 +55,20 @@ class Ledger:
         self.database = database
         database.executescript(SCHEMA)
         self._ids: dict[str, int] = dict(database.execute("SELECT what, id FROM mechanism"))
-        self._plan: dict[int, Counter[int]] = {}
-        for unit, mechanism, count in database.execute("SELECT unit, mechanism, count FROM plan"):
-            self._plan.setdefault(unit, Counter())[mechanism] = count
-        self._posted: dict[int, dict[str, tuple[int | None, bytes, bytes]]] = {}
-        query = "SELECT unit, request, mechanism, digest, reply FROM ledger"
-        for unit, request, mechanism, digest, reply in database.execute(query):
-            self._posted.setdefault(unit, {})[request] = (mechanism, digest, reply)
-        self._counts = {
-            unit: Counter(mechanism for mechanism, *_ in entries.values() if mechanism is not None)
-            for unit, entries in self._posted.items()
-        }
+        # how often, by (unit, mechanism)
+        self._planned = _counts(database.execute("SELECT unit, mechanism, count FROM plan"))
+        self._posted = _counts(
+            database.execute("SELECT unit, mechanism, COUNT(*) FROM ledger GROUP BY unit, mechanism")
+        )
 
     def set_plan(self, planned: Mapping[int, Mapping[Mechanism, int]]) -> None:
         """Write the plan of every unit; a plan that is already there never changes."""
-        if self._plan:
+        if self._planned:
             raise PrivacyError("this run already has a plan: what was promised cannot be changed afterwards")
         with self.database:
-            for unit, releases in planned.items():
-                counts = Counter({self._id(mechanism): count for mechanism, count in releases.items()})
-                if counts:
-                    self._plan[unit] = counts
-                self.database.executemany(
-                    "INSERT INTO plan VALUES (?, ?, ?)", [(unit, m, count) for m, count in counts.items()]
-                )
+            rows = [(unit, self._id(m), count) for unit, releases in planned.items() for m, count in releases.items()]
+            self.database.executemany("INSERT INTO plan VALUES (?, ?, ?)", rows)
+        self._planned = _counts(rows)
 
     def post(self, entries: Sequence[Entry]) -> None:
         """Post entries in one transaction; when this returns they are on disk.
@@ -86,11 +76,13 @@ class Ledger:
         Raises:
             PrivacyError: an entry outside the plan, or a known request with other inputs. Nothing is posted.
         """
-        fresh: list[tuple[Entry, int]] = []
-        asked: dict[int, Counter[int]] = {}
+        ids = {mechanism: self._ids.get(canonical(mechanism)) for mechanism in {entry.mechanism for entry in entries}}
+        known = {request: self._answered(request) for request in {entry.request for entry in entries}}
+        fresh: list[tuple[int, str, int, bytes, bytes]] = []
+        asked: Counter[tuple[int, int]] = Counter()
         for entry in entries:
-            mechanism = self._ids.get(canonical(entry.mechanism))
-            before = self._posted.get(entry.unit, {}).get(entry.request)
+            mechanism = ids[entry.mechanism]
+            before = known[entry.request].get(entry.unit)
             if before is not None:
                 if before != (mechanism, entry.digest, entry.reply):
                     what = "in another way" if before[:2] == (mechanism, entry.digest) else "with other inputs"
@@ -100,30 +92,24 @@ class Ledger:
                         "machine has changed, go back to how it was, or start a new run."
                     )
                 continue
-            planned = self._plan.get(entry.unit, Counter())
-            if mechanism is None or mechanism not in planned:
+            if mechanism is None or (entry.unit, mechanism) not in self._planned:
                 raise PrivacyError(self._not_planned(entry))
-            counts = asked.setdefault(entry.unit, Counter())
-            counts[mechanism] += 1
-            spent = self._counts.get(entry.unit, Counter())[mechanism] + counts[mechanism]
-            if spent > planned[mechanism]:
+            place = (entry.unit, mechanism)
+            asked[place] += 1
+            spent = self._posted[place] + asked[place]
+            if spent > self._planned[place]:
                 raise PrivacyError(
                     f"{_unit(entry.unit)}: {entry.mechanism.kind} asked for {spent} times, "
-                    f"{planned[mechanism]} planned ({entry.mechanism.describe()}). Nothing was released."
+                    f"{self._planned[place]} planned ({entry.mechanism.describe()}). Nothing was released."
                 )
-            fresh.append((entry, mechanism))
+            fresh.append((entry.unit, entry.request, mechanism, entry.digest, entry.reply))
         with self.database:
-            self.database.executemany(
-                "INSERT INTO ledger VALUES (?, ?, ?, ?, ?)",
-                [(entry.unit, entry.request, mechanism, entry.digest, entry.reply) for entry, mechanism in fresh],
-            )
-        for entry, mechanism in fresh:
-            self._posted.setdefault(entry.unit, {})[entry.request] = (mechanism, entry.digest, entry.reply)
-            self._counts.setdefault(entry.unit, Counter())[mechanism] += 1
+            self.database.executemany("INSERT INTO ledger VALUES (?, ?, ?, ?, ?)", fresh)
+        self._posted.update(asked)
 
     def __len__(self) -> int:
         """How many entries there are, over all units."""
-        return sum(len(entries) for entries in self._posted.values())
+        return self._posted.total()
 
     def entries(self) -> list[tuple[int, str, str, bytes, bytes]]:
         """Every entry: unit, request, mechanism in canonical form, digests of the inputs and of the reply."""
@@ -132,18 +118,23 @@ class Ledger:
 
     def planned(self) -> dict[int, Counter[str]]:
         """The plan of each unit, mechanisms in canonical form."""
-        return self._named(self._plan)
+        return self._by_unit(self._planned)
 
     def posted(self) -> dict[int, Counter[str]]:
         """What each unit has released so far, mechanisms in canonical form."""
-        return self._named(self._counts)
+        return self._by_unit(self._posted)
 
-    def _named(self, counts: Mapping[int, Counter[int]]) -> dict[int, Counter[str]]:
+    def _by_unit(self, counts: Counter[tuple[int, int]]) -> dict[int, Counter[str]]:
         what = {number: text for text, number in self._ids.items()}
-        return {
-            unit: Counter({what[m]: count for m, count in by_mechanism.items()})
-            for unit, by_mechanism in counts.items()
-        }
+        by_unit: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        for (unit, mechanism), count in counts.items():
+            by_unit[unit][what[mechanism]] = count
+        return dict(by_unit)
+
+    def _answered(self, request: str) -> dict[int, tuple[int, bytes, bytes]]:
+        """What is on disk of a request, by unit: mechanism, digests of the inputs and of the reply."""
+        query = "SELECT unit, mechanism, digest, reply FROM ledger WHERE request = ?"
+        return {unit: tuple(entry) for unit, *entry in self.database.execute(query, (request,))}
 
     def _id(self, mechanism: Mechanism) -> int:
         what = canonical(mechanism)
@@ -169,6 +160,10 @@ class Ledger:
             lines.append("  Planned: nothing at all for this unit")
         lines.append("  Declare it in releases(), with the same numbers as in round().")
         return "\n".join(lines)
+
+
+def _counts(rows: Iterable[tuple[int, int, int]]) -> Counter[tuple[int, int]]:
+    return Counter({(unit, mechanism): count for unit, mechanism, count in rows})
 
 
 def _unit(unit: int) -> str:

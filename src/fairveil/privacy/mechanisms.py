@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from dp_accounting import (
@@ -19,12 +19,10 @@ from dp_accounting import (
     GaussianDpEvent,
     NonPrivateDpEvent,
     PoissonSampledDpEvent,
-    SelfComposedDpEvent,
 )
 from torch import Tensor
 
 from fairveil.errors import UserError
-from fairveil.privacy.gradients import clipped_sum
 from fairveil.privacy.release import MINT, Release, Share
 from fairveil.streams import Stream
 
@@ -115,87 +113,20 @@ def noise_std(bound: float, noise_multiplier: float) -> float:
     return bound * noise_multiplier
 
 
-def on_grid(noisy: Tensor, std: float) -> Tensor:
-    """Noisy values (float64) rounded to a public grid of about a millionth of the noise.
+def grid(std: float) -> float:
+    """The public grid to which noisy values are rounded: a power of two near 1/4096 of the noise.
 
     The low bits of a floating-point sum can tell which numbers went into it (Mironov, "On Significance of the Least
-    Significant Bits for Differential Privacy", 2012). The grid keeps none of them.
+    Significant Bits for Differential Privacy", 2012). This keeps none of them. Every cell holds about 2^40 values of
+    float64 noise, so that all are equally likely to be hit but for the law of the noise; and rounding adds less than
+    a hundred-millionth to the variance.
     """
-    grid = 2.0 ** math.floor(math.log2(std) - 20)
-    return (noisy / grid).round() * grid
+    return 2.0 ** math.floor(math.log2(std) - 12)
 
 
-@dataclass(frozen=True)
-class NoisyTraining:
-    """Local DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", 2016): `steps` noisy steps.
-
-    Unit: one record of the client. Neighbours (add/remove): two datasets that differ in one record. Each step
-    draws every record with probability `sample_rate`, clips its gradient to `clip_norm`, adds the sum up and
-    adds Gaussian noise of standard deviation `clip_norm * noise_multiplier`. One record moves the sum by at
-    most `clip_norm` (by 2 * `clip_norm` under replace, which the accountant knows). Dividing by the constant
-    `expected_batch`, taking the step and sending the difference after the last step is post-processing. An
-    empty batch is a noise-only step: whether a batch was empty is not visible.
-    """
-
-    sample_rate: float  # q
-    steps: int
-    clip_norm: float  # c
-    noise_multiplier: float  # z
-    expected_batch: float  # b; public, never the drawn size
-
-    def __post_init__(self) -> None:
-        sampled = 0 < self.sample_rate <= 1 and self.steps >= 1
-        if not (sampled and self.clip_norm > 0 and 0 <= self.noise_multiplier < math.inf):
-            raise ValueError(f"{self} makes no sense")
-        noise_std(self.clip_norm, self.noise_multiplier)
-
-    @classmethod
-    def epochs(cls, size: int, batch_size: int, epochs: int, *, clip_norm: float, noise_multiplier: float) -> Self:
-        """`epochs` passes over `size` declared records: q = b/N, ceil(N/b) steps each."""
-        batch = min(batch_size, size)
-        return cls(batch / size, epochs * math.ceil(size / batch), clip_norm, noise_multiplier, float(batch))
-
-    @property
-    def kind(self) -> str:
-        return "model update"
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        return ("update",)
-
-    @property
-    def event(self) -> DpEvent:
-        return SelfComposedDpEvent(sampled_gaussian(self.sample_rate, self.noise_multiplier), self.steps)
-
-    def describe(self) -> str:
-        return (
-            f"{self.steps} DP-SGD step{'s' * (self.steps > 1)}, sampling rate {self.sample_rate:.4g}, "
-            f"clip {self.clip_norm:g}, noise multiplier {self.noise_multiplier:.4f}"
-        )
-
-    def release(self, client: Client) -> tuple[Release, dict[str, float]]:
-        """Train from the input "model" at the input "learning_rate" and release the update.
-
-        The start is an input, so it came from the server and is a function of earlier releases. A start from
-        the client's own state could depend on a record, and then every gradient would: no bound would hold.
-
-        Returns:
-            The release of "update" (p,), and diagnostics that stay in the simulation.
-        """
-        start, records = client.inputs["model"], client.data.train
-        learning_rate, stream = client.inputs["learning_rate"], client.noise()
-        weights, std = start.clone(), noise_std(self.clip_norm, self.noise_multiplier)
-        drawn = clipped = not_finite = 0
-        for _ in range(self.steps):
-            batch = stream.coins(len(records.y), self.sample_rate)
-            gradient = clipped_sum(client.model, weights, records.x[batch], records.y[batch], self.clip_norm)
-            drawn += len(batch)
-            clipped += gradient.clipped
-            not_finite += gradient.not_finite
-            noisy = on_grid(gradient.total + std * stream.normal(len(weights)), std) if std else gradient.total
-            weights -= (learning_rate / self.expected_batch) * noisy.to(weights.dtype)
-        diagnostics = {"clipped": clipped / max(drawn, 1), "not_finite": float(not_finite)}
-        return Release({"update": weights - start}, self, client.key, MINT), diagnostics
+def on_grid(noisy: Tensor, std: float) -> Tensor:
+    """Noisy values (float64), rounded to the grid of their noise."""
+    return (noisy / grid(std)).round() * grid(std)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -24,23 +24,24 @@ MINT = object()  # held by mechanisms; unpickling in another process does not as
 
 
 def digest_values(*many: Mapping[str, Plain], before: bytes = b"") -> bytes:
-    """A digest of named values, with their types and shapes.
+    """A digest of named values, with their types and shapes, and of what came before them.
 
     Raises:
         TypeError: a value that is neither a tensor nor plain, and so could not be told from others.
     """
-    state = hashlib.blake2b(before, digest_size=16)
+    state = hashlib.sha256()
 
-    def add(data: bytes) -> None:
+    def add(data: bytes | memoryview) -> None:
         state.update(len(data).to_bytes(8, "big"))  # so that no two lists of fields run together
         state.update(data)
 
+    add(before)
     for number, values in enumerate(many):
         for name in sorted(values):
             value = values[name]
             if isinstance(value, Tensor):
                 add(f"{number} {name} {value.dtype} {tuple(value.shape)}".encode())
-                add(torch.atleast_1d(value.detach()).contiguous().numpy().tobytes())
+                add(value.detach().reshape(-1).numpy().view(np.uint8).data)
             elif isinstance(value, int | float | str | bool):
                 text = value.hex() if isinstance(value, float) else repr(value)
                 add(f"{number} {name} {type(value).__name__} {text}".encode())

@@ -11,10 +11,17 @@ from typing import Any, Literal
 from fairveil.privacy.accounting import Price
 from fairveil.privacy.mechanisms import Mechanism
 
-NOISE_SOURCE = (
-    "reproducible, derived from the run's seed, config and code and from the fingerprint of the data (in run.sqlite): "
-    "right for a simulation, but whoever knows these can remove the noise"
-)
+NoiseSource = Literal["reproducible", "secret"]
+NOISE_SOURCES: Mapping[NoiseSource, str] = {
+    "reproducible": (
+        "reproducible, derived from the run's seed, config and code and from the fingerprint of the data (in "
+        "run.sqlite): right for a simulation, but whoever knows these can remove the noise"
+    ),
+    "secret": (
+        "secret, derived from a random key of 256 bits in the run folder (secret.key): whoever has that file can "
+        "remove the noise, so delete it when the run is finished; nobody can then repeat the run"
+    ),
+}
 NOT_COVERED = (
     "other runs on the same records, whose prices add up; people who own several records; and the run folder apart "
     "from the models: its metrics are computed without noise, and it holds the clients' checkpoints, who took part "
@@ -116,6 +123,7 @@ def make_statement(
     posted: Sequence[Mapping[Mechanism, int]] | None,
     trust: str,
     public: Mapping[str, str],
+    noise: NoiseSource,
     complete: bool,
 ) -> Statement:
     """The statement of a run.
@@ -141,7 +149,7 @@ def make_statement(
         trust=trust,
         releases=tuple(_kind(kind, planned, posted) for kind in kinds),
         public=dict(public),
-        noise_source=NOISE_SOURCE,
+        noise_source=NOISE_SOURCES[noise],
         not_covered=NOT_COVERED + (OVERLAP.format(holders) if unit == "client" and holders > 1 else ""),
         complete=complete,
     )

@@ -1,0 +1,142 @@
+"""Local DP-SGD: the mechanism behind every record-level system, for many clients at once."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from dp_accounting import DpEvent, SelfComposedDpEvent
+from torch import Tensor
+
+from fairveil.privacy.gradients import clipped_sums, padded_length
+from fairveil.privacy.mechanisms import Client, grid, noise_std, sampled_gaussian
+from fairveil.privacy.release import MINT, Release
+
+
+@dataclass(frozen=True)
+class NoisyTraining:
+    """Local DP-SGD (Abadi et al., "Deep Learning with Differential Privacy", 2016): `steps` noisy steps.
+
+    Unit: one record of the client. Neighbours (add/remove): two datasets that differ in one record. Each step
+    draws every record with probability `sample_rate`, clips its gradient to `clip_norm`, adds the sum up and
+    adds Gaussian noise of standard deviation `clip_norm * noise_multiplier`. One record moves the sum by at
+    most `clip_norm` (by 2 * `clip_norm` under replace, which the accountant knows). Dividing by the constant
+    `expected_batch`, taking the step and sending the difference after the last step is post-processing. An
+    empty batch is a noise-only step: whether a batch was empty is not visible.
+    """
+
+    sample_rate: float  # q
+    steps: int
+    clip_norm: float  # c
+    noise_multiplier: float  # z
+    expected_batch: float  # b; public, never the drawn size
+
+    def __post_init__(self) -> None:
+        sampled = 0 < self.sample_rate <= 1 and self.steps >= 1
+        if not (sampled and self.clip_norm > 0 and 0 <= self.noise_multiplier < math.inf):
+            raise ValueError(f"{self} makes no sense")
+        noise_std(self.clip_norm, self.noise_multiplier)
+
+    @classmethod
+    def epochs(cls, size: int, batch_size: int, epochs: int, *, clip_norm: float, noise_multiplier: float) -> Self:
+        """`epochs` passes over `size` declared records: q = b/N, ceil(N/b) steps each."""
+        batch = min(batch_size, size)
+        return cls(batch / size, epochs * math.ceil(size / batch), clip_norm, noise_multiplier, float(batch))
+
+    @property
+    def kind(self) -> str:
+        return "model update"
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("update",)
+
+    @property
+    def event(self) -> DpEvent:
+        return SelfComposedDpEvent(sampled_gaussian(self.sample_rate, self.noise_multiplier), self.steps)
+
+    def describe(self) -> str:
+        return (
+            f"{self.steps} DP-SGD step{'s' * (self.steps > 1)}, sampling rate {self.sample_rate:.4g}, "
+            f"clip {self.clip_norm:g}, noise multiplier {self.noise_multiplier:.4f}"
+        )
+
+    def release(self, client: Client) -> tuple[Release, dict[str, float]]:
+        """Train from the input "model" at the input "learning_rate" and release the update, see `train`."""
+        return train([self], [client])[0]
+
+
+def train(mechanisms: Sequence[NoisyTraining], clients: Sequence[Client]) -> list[tuple[Release, dict[str, float]]]:
+    """Each client trains under its own mechanism; they share what arithmetic they can, and nothing else.
+
+    The start is an input, so it came from the server and is a function of earlier releases. A start from the client's
+    own state could depend on a record, and then every gradient would: no bound would hold.
+
+    Clients draw batches of different sizes, so they do not march in step: those whose next batches are equally long
+    go together, the largest such group first. A client's own steps come in order, each from its own stream, so that
+    nobody's result depends on who else is here.
+
+    Returns:
+        For each the release of "update" (p,), and diagnostics that stay in the simulation.
+    """
+    model = clients[0].model
+    start = torch.stack([client.inputs["model"] for client in clients])
+    weights = start.clone()
+    runners = [_Runner(number, *pair) for number, pair in enumerate(zip(mechanisms, clients, strict=True))]
+    waiting: dict[tuple[int, float], list[_Runner]] = defaultdict(list)
+
+    def draw(runner: _Runner) -> None:
+        if runner.draw():
+            waiting[padded_length(model, len(runner.batch)), runner.mechanism.clip_norm].append(runner)
+
+    for runner in runners:
+        draw(runner)
+    while waiting:
+        ready = max(waiting, key=lambda length: len(waiting[length]))
+        group = sorted(waiting.pop(ready), key=lambda runner: runner.number)
+        rows = [runner.number for runner in group]
+        mine = weights if len(group) == len(clients) else weights[rows]
+        records = [runner.client.data.train for runner in group]
+        sums = clipped_sums(model, mine, records, [runner.batch for runner in group], ready[1])
+        counts = torch.stack([sums.clipped, sums.not_finite], dim=1).tolist()
+        for runner, total, (clipped, not_finite) in zip(group, sums.total, counts, strict=True):
+            runner.step(weights[runner.number], total)
+            runner.clipped += clipped
+            runner.not_finite += not_finite
+            draw(runner)
+    updates = weights - start
+    return [runner.released(update) for runner, update in zip(runners, updates, strict=True)]
+
+
+class _Runner:
+    """One client on its way through its steps."""
+
+    def __init__(self, number: int, mechanism: NoisyTraining, client: Client) -> None:
+        self.number, self.mechanism, self.client = number, mechanism, client
+        self.stream, self.left = client.noise(), mechanism.steps
+        self.std = noise_std(mechanism.clip_norm, mechanism.noise_multiplier)
+        self.rate = client.inputs["learning_rate"] / mechanism.expected_batch
+        self.batch: Tensor
+        self.drawn = self.clipped = self.not_finite = 0
+
+    def draw(self) -> bool:
+        """Draw the next batch, if there is a step left."""
+        if self.left:
+            self.batch = self.stream.coins(len(self.client.data.train.y), self.mechanism.sample_rate)
+            self.drawn += len(self.batch)
+        return self.left > 0
+
+    def step(self, weights: Tensor, total: Tensor) -> None:
+        """Noise the sum of clipped gradients (p,), both in place, and take the step."""
+        if self.std:
+            self.stream.add_noise(total, self.std, grid(self.std))
+        weights.sub_(total.to(weights.dtype), alpha=self.rate)
+        self.left -= 1
+
+    def released(self, update: Tensor) -> tuple[Release, dict[str, float]]:
+        diagnostics = {"clipped": self.clipped / max(self.drawn, 1), "not_finite": float(self.not_finite)}
+        return Release({"update": update}, self.mechanism, self.client.key, MINT), diagnostics
