@@ -99,6 +99,7 @@ class Model:
         self.with_loss = _Scored(self.module, spec.classes)
         if hasattr(self.module, "record_losses"):
             self._check_own_loss()
+        self._check_swapped()
 
     def initial(self, stream: Stream) -> Tensor:
         """Fresh parameters (p,)."""
@@ -113,7 +114,7 @@ class Model:
         """Views of flat vectors (..., p) under the module's own names, each (..., *shape)."""
         parts = weights.split([math.prod(shape) for shape in self.shapes], dim=-1)
         many = weights.shape[:-1]
-        return {n: part.view(*many, *shape) for n, part, shape in zip(self.names, parts, self.shapes, strict=True)}
+        return {n: part.view((*many, *shape)) for n, part, shape in zip(self.names, parts, self.shapes, strict=True)}
 
     def scored(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs (n, classes) or (n, 1), and the loss of each record (n,)."""
@@ -150,7 +151,7 @@ class Model:
         buffers = {name: value.clone() for name, value in self.module.named_buffers()}
         try:
             output, again = self.predict(weights, records), self.predict(weights, records)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             raise UserError(
                 f"model.name = {shown(self.spec.name)} does not fit records of shape {self.spec.features}.",
                 f"Two records were refused: {str(error).splitlines()[0]}",
@@ -180,6 +181,37 @@ class Model:
                 f"model.name = {shown(self.spec.name)} mixes the records of a batch.",
                 "A record's score depends on the records beside it, so clipping would not bound what a record can do.",
                 "torch.nn.GroupNorm or LayerNorm in place of what averages over the batch",
+            )
+
+    def _check_swapped(self) -> None:
+        """What is computed with a vector must be what a module that holds its values computes, gradients included."""
+        weights, x, y = self._trial()
+        module = _Scored(self.spec.module(Stream("skeleton")), self.spec.classes)
+        own = dict(module.named_parameters())
+        try:
+            with torch.no_grad():
+                for name, value in self.unflatten(weights).items():
+                    own[f"module.{name}"].copy_(value)
+            output, losses = module(x, y)
+            found = torch.autograd.grad(
+                losses.mean(), [own[f"module.{name}"] for name in self.names], allow_unused=True, materialize_grads=True
+            )
+            pairs = [(output.detach(), self.predict(weights, x))]
+            pairs.append((torch.cat([g.flatten() for g in found]), self.gradient(weights, x, y)))
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise UserError(
+                f"model.name = {shown(self.spec.name)} cannot be trained.",
+                f"Two records were given to it: {str(error).splitlines()[0]}",
+                "a module whose loss has a gradient",
+            ) from error
+        if not all(
+            torch.allclose(a, b, rtol=1e-2, atol=1e-3 * float(a.abs().max()) + 1e-6, equal_nan=True) for a, b in pairs
+        ):
+            raise UserError(
+                f"model.name = {shown(self.spec.name)} holds parameters where others cannot take their place.",
+                "It gives the same answers whatever its parameters are replaced by, or other gradients: it keeps some\n"
+                "in a list or a closure, or computes activations anew in the backward pass (torch.utils.checkpoint).",
+                "parameters as attributes of their modules, used through these; no checkpointing",
             )
 
     def _keeps(self, buffers: Mapping[str, Tensor]) -> bool:

@@ -1168,7 +1168,7 @@ def alone(model: Model, weights: Tensor, rows: Records) -> Tensor:
     return torch.stack(gradients).double()
 
 
-def assert_right(model: Model) -> None:
+def assert_right(model: Model, tolerance: float = 1e-4) -> None:
     """At parameters far from the start, on records of different lengths; zeros are what batches are padded with."""
     for seed in range(4):
         weights, records = weights_of(model, 3, seed), holding(model, [5, 9, 1], seed, scale=0.4)
@@ -1179,7 +1179,7 @@ def assert_right(model: Model) -> None:
             each = alone(model, mine, rows)
             factor = (0.3 * ROUNDING / torch.linalg.vector_norm(each, dim=1, keepdim=True)).clamp(max=1.0)
             expected = (factor * each).sum(dim=0)
-            assert (sum_ - expected).abs().max() <= 1e-4 * expected.abs().max()
+            assert (sum_ - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
@@ -1214,7 +1214,7 @@ def test_right_or_refused_and_never_silently_wrong(name: str) -> None:
         path_of(model)
     except UserError:
         return
-    assert_right(model)
+    assert_right(model, 1e-2 if name == "half precision" else 1e-4)
 
 
 # ---- memory, and other devices ---------------------------------------------------------------------

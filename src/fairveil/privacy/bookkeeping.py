@@ -29,6 +29,9 @@ from torch.overrides import resolve_name
 CANCELLATION = 32.0
 
 
+TINY, LONG = 1e-15, 1 << 16
+
+
 class NoRule(Exception):
     """The module does something with a parameter for which there is no rule here."""
 
@@ -60,7 +63,7 @@ class Whole:
     def write_sum(self, total: Tensor, factor: Tensor) -> None:
         clients, rows = factor.shape
         m, shape = len(self.pieces), self.pieces.shape[2:]
-        values = self.pieces.reshape(m * clients, rows, -1)
+        values = self.pieces.reshape(m * clients, rows, -1).to(factor.dtype)
         if total.is_contiguous() and self.restore is _only:
             torch.bmm(factor.unsqueeze(1), values, out=total.view(clients, 1, -1))
         else:
@@ -105,8 +108,8 @@ class Outer:
     def write_sum(self, total: Tensor, factor: Tensor) -> None:
         clients, rows = factor.shape
         (_, t, i), o = self.x.shape, self.g.shape[2]
-        weighted = (self.g.reshape(clients, rows, t, o) * factor[:, :, None, None]).view(clients, rows * t, o)
-        x = self.x.reshape(clients, rows * t, i)
+        weighted = (self.g.reshape(clients, rows, t, o) * factor[:, :, None, None]).reshape(clients, rows * t, o)
+        x = self.x.reshape(clients, rows * t, i).to(factor.dtype)
         if self.restore is _same and min(i, o) > 1:
             torch.bmm(weighted.mT, x, out=total.view(clients, o, i))  # spares a copy as large as the model
         else:
@@ -148,10 +151,10 @@ class Lookup:
     def write_sum(self, total: Tensor, factor: Tensor) -> None:
         clients, rows = factor.shape
         t, d = self.g.shape[1:]
-        weighted = self.g.reshape(clients, rows, t, d) * factor[:, :, None, None]
+        weighted = self.g.reshape(clients, rows, t, d) * factor[:, :, None, None].double()
         ids = self.ids.view(clients, rows * t, 1).expand(-1, -1, d)
-        total.zero_()
-        total.view(clients, *self.table).scatter_add_(1, ids, weighted.view(clients, rows * t, d))
+        table = weighted.new_zeros(clients, *self.table)  # float64: one row may get thousands of terms, one by one
+        total.copy_(table.scatter_add_(1, ids, weighted.reshape(clients, rows * t, d)))
 
     def whole(self) -> Tensor:
         whole = self.g.new_zeros(len(self.ids), *self.table)
@@ -189,13 +192,20 @@ def _only(pieces: Tensor) -> Tensor:
 
 
 def _trusted(products: Tensor, terms: Tensor) -> Tensor:
-    """Norms (1, n) from the products (n, t, t) of terms of these lengths (n, t), as far as rounding can be trusted."""
-    squared = products.sum(dim=(1, 2)).clamp(min=0.0)
-    return torch.maximum(squared.sqrt(), terms.sum(dim=1) / CANCELLATION).unsqueeze(0)
+    """Norms (1, n) from the products (n, t, t) of terms of these lengths (n, t), as far as rounding can be trusted.
+
+    Where terms all but cancel, the sum of their lengths bounds the norm; and where products have left the range of
+    float32, nothing else does.
+    """
+    squared, most = products.sum(dim=(1, 2)), terms.sum(dim=1)
+    right = squared.isfinite() & (products.diagonal(dim1=1, dim2=2).sum(dim=1) >= 0.99 * terms.square().sum(dim=1))
+    return torch.maximum(squared.clamp(min=0.0).sqrt(), most / CANCELLATION).where(right, most).unsqueeze(0)
 
 
 def _lengths(vectors: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vectors, dim=-1)
+    """Of the last axis, and never less than the truth: squares of numbers below 1e-19 vanish in float32."""
+    many = vectors.shape[-1] > LONG  # whose squares float32 cannot add up
+    return torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64 if many else None).add_(TINY)
 
 
 def _along(bad: Tensor, values: Tensor) -> Tensor:
@@ -260,12 +270,15 @@ class Linear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         self.x = x
         flat, bias = x.reshape(self.clients, -1, x.shape[-1]), self.parameters[1]
+        out = x.new_empty(*x.shape[:-1], self.weight.shape[1])  # no view: an activation may write into it in place
+        by_client = out.view(self.clients, -1, out.shape[-1])
         if bias is not None and min(self.weight.shape[1:]) > 1:
-            out = torch.baddbmm(bias.unsqueeze(1), flat, self.weight.mT)
+            torch.baddbmm(bias.unsqueeze(1), flat, self.weight.mT, out=by_client)
         else:
-            out = _product(flat, self.weight.mT)
-            out = out if bias is None else out + bias.unsqueeze(1)
-        return out.reshape(*x.shape[:-1], out.shape[-1])
+            by_client.copy_(_product(flat, self.weight.mT))
+            if bias is not None:
+                by_client += bias.unsqueeze(1)
+        return out
 
     def backward(self, g: Tensor) -> Tensor:
         return _product(g.reshape(self.clients, -1, g.shape[-1]), self.weight).reshape(self.x.shape)
@@ -280,18 +293,20 @@ class Linear(Layer):
 class Convolution(Layer):
     """F.conv2d without groups; a one-dimensional one comes with a height of 1.
 
-    Everything is kept with the channels last: that is what the fast kernels want, max-pooling above all.
+    Everything is kept with the channels last, if the module bears it: that is what the fast kernels want, and
+    max-pooling above all.
     """
 
     def __init__(
-        self, clients: int, names: Sequence[str | None], parameters: Sequence[Tensor | None],
+        self, tape: Tape, names: Sequence[str | None], parameters: Sequence[Tensor | None],
         stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     ) -> None:  # fmt: skip
-        super().__init__(clients, names, parameters)
+        super().__init__(tape.clients, names, parameters)
         self.stride, self.padding, self.dilation = stride, padding, dilation
+        self.laid = channels_last if tape.channels_last else Tensor.contiguous
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = channels_last(x)
+        self.x = self.laid(x)
         bias = self.parameters[1]
         self.kernels = self.weight.unbind()
         biases = [None] * self.clients if bias is None else bias.unbind()
@@ -299,7 +314,7 @@ class Convolution(Layer):
         return self._together([F.conv2d(*one, self.stride, self.padding, self.dilation) for one in each])
 
     def backward(self, g: Tensor) -> Tensor:
-        each = zip(self._by_client(channels_last(g)), self._by_client(self.x), self.kernels, strict=True)
+        each = zip(self._by_client(self.laid(g)), self._by_client(self.x), self.kernels, strict=True)
         settings = (None, self.stride, self.padding, self.dilation, False, (0, 0), 1, (True, False, False))
         return self._together([torch.ops.aten.convolution_backward(*one, *settings)[0] for one in each])
 
@@ -370,10 +385,12 @@ class Affine(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         self.x = x
-        out = self._apart(x) * self._laid(0) if self.parameters[0] is not None else self._apart(x)
+        out = x.clone()
+        if self.parameters[0] is not None:
+            self._apart(out).mul_(self._laid(0))
         if self.parameters[1] is not None:
-            out = out + self._laid(1)
-        return out.view(x.shape) if out.is_contiguous() else out.reshape(x.shape)
+            self._apart(out).add_(self._laid(1))
+        return out
 
     def backward(self, g: Tensor) -> Tensor:
         return (self._apart(g) * self._laid(0)).reshape(g.shape) if self.parameters[0] is not None else g
@@ -453,9 +470,11 @@ class Book:
     Args:
         module: maps (x, y) to (outputs, losses), one of each for a record.
         parameters: of the module, by name.
+        channels_last: the layout of images; a module that asks for a view of them may need the other.
     """
 
-    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor], channels_last: bool) -> None:
+        self.channels_last = channels_last
         self.tape: Tape | None = None  # of the pass that is under way
         memo: dict[int, Any] = {id(own): StandIn.of(own, name, self) for name, own in parameters.items()}
         for part in module.modules():
@@ -472,7 +491,9 @@ class Book:
         Raises:
             NoRule: the module does something with a parameter that no rule covers.
         """
-        self.tape = tape = Tape(values, len(y))
+        self.tape = tape = Tape(values, len(y), self.channels_last)
+        if x.dim() == 4 and self.channels_last:
+            x = channels_last(x)
         try:
             with torch.enable_grad():
                 losses = self.module(x, y)[1]
@@ -524,10 +545,11 @@ class Tape:
     Args:
         values: of all parameters (clients, *shape), by name.
         records: in the batch, of all clients together.
+        channels_last: the layout of images.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], records: int) -> None:
-        self.values, self.records = values, records
+    def __init__(self, values: Mapping[str, Tensor], records: int, channels_last: bool) -> None:
+        self.values, self.records, self.channels_last = values, records, channels_last
         self.clients = len(next(iter(values.values())))
         self.layers: list[Layer] = []
         self.anchor = torch.zeros((), requires_grad=True)  # what makes the first layer's output have a history
@@ -563,23 +585,23 @@ class Tape:
         return names, values
 
 
-def _linear(tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return tape.written(Linear(tape.clients, *tape.taken(weight, bias)), x)
+def _linear(tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return tape.written(Linear(tape.clients, *tape.taken(weight, bias)), input)
 
 
 def _conv2d(
-    tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
     dilation: Any = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     if groups != 1:
         raise NoRule("a convolution with groups")
     spread = _numbers(dilation, 2)
     beside = _padding(padding, weight.shape[2:], spread)
-    return tape.written(Convolution(tape.clients, *tape.taken(weight, bias), _numbers(stride, 2), beside, spread), x)
+    return tape.written(Convolution(tape, *tape.taken(weight, bias), _numbers(stride, 2), beside, spread), input)
 
 
 def _conv1d(
-    tape: Tape, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
+    tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
     dilation: Any = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     if groups != 1:
@@ -588,8 +610,8 @@ def _conv1d(
     assert weights is not None
     (step,), (spread,) = _numbers(stride, 1), _numbers(dilation, 1)
     (beside,) = _padding(padding, weight.shape[2:], (spread,))
-    layer = Convolution(tape.clients, names, [weights.unsqueeze(3), biases], (1, step), (0, beside), (1, spread))
-    return tape.written(layer, x.unsqueeze(2)).squeeze(2)
+    layer = Convolution(tape, names, [weights.unsqueeze(3), biases], (1, step), (0, beside), (1, spread))
+    return tape.written(layer, input.unsqueeze(2)).squeeze(2)
 
 
 def _padding(padding: Any, size: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
@@ -611,29 +633,34 @@ def _numbers(value: Any, count: int) -> tuple[int, ...]:
 
 
 def _layer_norm(
-    tape: Tape, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-5,
+    tape: Tape, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    normal = F.layer_norm(x, normalized_shape, None, None, eps)
-    shape = (*[1] * (x.dim() - 1 - len(normalized_shape)), *normalized_shape)
+    normal = F.layer_norm(input, normalized_shape, None, None, eps)
+    shape = (*[1] * (input.dim() - 1 - len(normalized_shape)), *normalized_shape)
     return tape.written(Affine(tape.clients, *tape.taken(weight, bias), shape), normal)
 
 
 def _group_norm(
-    tape: Tape, x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    tape: Tape,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> Tensor:
-    normal = F.group_norm(x, num_groups, None, None, eps)
-    shape = (x.shape[1], *[1] * (x.dim() - 2))
+    normal = F.group_norm(input, num_groups, None, None, eps)
+    shape = (input.shape[1], *[1] * (input.dim() - 2))
     return tape.written(Affine(tape.clients, *tape.taken(weight, bias), shape), normal)
 
 
 def _embedding(
-    tape: Tape, ids: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
+    tape: Tape, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Tensor:  # fmt: skip
     if max_norm is not None or scale_grad_by_freq or sparse:
         raise NoRule("an embedding that changes its rows, or scales by frequencies in the batch")
-    return tape.written(Embedding(tape.clients, *tape.taken(weight), padding_idx), ids)
+    return tape.written(Embedding(tape.clients, *tape.taken(weight), padding_idx), input)
 
 
 RULES: Mapping[Callable[..., Any], Callable[..., Tensor]] = {

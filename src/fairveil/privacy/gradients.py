@@ -20,7 +20,7 @@ from torch.func import grad, vmap
 
 from fairveil.errors import UserError
 from fairveil.options import shown
-from fairveil.privacy.bookkeeping import Book, Convolution, Gradients, NoRule, Tape, channels_last
+from fairveil.privacy.bookkeeping import Book, Convolution, Gradients, NoRule, Tape
 
 if TYPE_CHECKING:
     from fairveil.data.federation import Records
@@ -83,22 +83,22 @@ def clipped_sums(
     """
     path = path_of(model)
     at_once = max(1, min(MICRO_BATCH, MICRO_NUMBERS // path.numbers))
-    calls: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)  # micro-batches, by padded length
+    calls: dict[tuple[int, bool], list[tuple[int, Tensor]]] = defaultdict(list)  # micro-batches that may share a call
     for client, rows in enumerate(drawn):
         for part in rows.split(at_once) if len(rows) else ():
-            calls[padded_length(model, len(part))].append((client, part))
+            calls[padded_length(model, len(part)), len(rows) > at_once].append((client, part))
     groups = []
-    for length, parts in calls.items():
+    for (length, long), parts in calls.items():
         many = max(1, MICRO_NUMBERS // (length * path.numbers)) if path.together else 1
-        groups += [(length, parts[first : first + many]) for first in range(0, len(parts), many)]
-    if len(groups) == 1 and len(groups[0][1]) == len(weights):  # as it mostly is: nothing to add up
-        return _called(model, path, weights, records, *groups[0], clip_norm)
-    long = any(len(rows) > at_once for rows in drawn)
-    total = torch.zeros_like(weights, dtype=torch.float64 if long or path.obstacle else weights.dtype)
+        groups += [(length, long, parts[first : first + many]) for first in range(0, len(parts), many)]
+    if len(groups) == 1 and [client for client, _ in groups[0][2]] == list(range(len(weights))):
+        return _called(model, path, weights, records, *groups[0], clip_norm)  # as it mostly is: nothing to add up
+    exact = path.book is None or any(long for _, long, _ in groups)
+    total = torch.zeros_like(weights, dtype=torch.float64 if exact else weights.dtype)
     clipped, not_finite = torch.zeros(2, len(weights), dtype=torch.int64, device=weights.device)
-    for length, parts in groups:
+    for length, long, parts in groups:
         clients = [client for client, _ in parts]
-        sums = _called(model, path, weights[clients], records, length, parts, clip_norm)
+        sums = _called(model, path, weights[clients], records, length, long, parts, clip_norm)
         for row, client in enumerate(clients):  # a client may be there twice
             total[client] += sums.total[row]
             clipped[client] += sums.clipped[row]
@@ -107,14 +107,26 @@ def clipped_sums(
 
 
 def _called(
-    model: Model, path: Path, weights: Tensor, records: Sequence[Records], length: int,
+    model: Model, path: Path, weights: Tensor, records: Sequence[Records], length: int, long: bool,
     parts: Sequence[tuple[int, Tensor]], clip_norm: float,
 ) -> ClippedSums:  # fmt: skip
-    """One call, for micro-batches (client, rows) of one padded length; weights are those of these clients."""
+    """One call, for micro-batches (client, rows) of one padded length; weights are those of these clients.
+
+    Args:
+        long: each is one of several that are added up. Removing a record shifts the others from one to the next, and
+            every sum is rounded anew, so these are float64.
+    """
     x, y, present = _gathered([(records[client], rows) for client, rows in parts], length)
-    if path.book:
-        return _by_book(model, path.book, weights, x, y, present, clip_norm)
-    return _by_vmap(model, weights[0], x[0], y[0], clip_norm)
+    if path.book is None:
+        return _by_vmap(model, weights[0], x[0], y[0], clip_norm)
+    try:
+        return _by_book(model, path.book, weights, x, y, present, clip_norm, torch.float64 if long else weights.dtype)
+    except NoRule as obstacle:
+        raise UserError(
+            f"model.name = {shown(model.spec.name)} does with these records what it did not do with others.",
+            f"There is no rule for {obstacle}; at the start, with a few random records, there was no need of one.",
+            "a model of layers that treat each record apart, whatever is in it",
+        ) from obstacle
 
 
 def padded_length(model: Model, length: int) -> int:
@@ -136,19 +148,22 @@ def _gathered(parts: Sequence[tuple[Records, Tensor]], length: int) -> tuple[Ten
 
 
 def _by_book(
-    model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor, present: Tensor, clip_norm: float
-) -> ClippedSums:
-    """One call of the fast path: weights (clients, p), x (clients, length, ...)."""
+    model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor, present: Tensor, clip_norm: float,
+    dtype: torch.dtype,
+) -> ClippedSums:  # fmt: skip
+    """One call of the fast path: weights (clients, p), x (clients, length, ...); sums are made in this type."""
     gradients = _written(model, book, weights, x, y).gradients()
     present = present.to(weights.device)
     norm = _norms(gradients, present.numel()).view(present.shape)
     not_finite = torch.zeros(len(weights), dtype=torch.int64, device=weights.device)
-    if not math.isfinite(norm.sum()):
-        bad = ~norm.isfinite()
+    # A norm so far above the bound would need a factor that float32 has no digits for: it is as good as infinite.
+    if not norm.max() <= clip_norm * 2.0**100:
+        bad = ~(norm <= clip_norm * 2.0**100)
         not_finite, present = (present & bad).sum(dim=1), present & ~bad
         gradients = {name: one.without(bad.flatten()) for name, one in gradients.items()}
-    factor = (clip_norm * ROUNDING / norm).clamp(max=1.0).where(present, 0.0).to(weights.dtype)
-    total = torch.empty_like(weights) if len(gradients) == len(model.names) else torch.zeros_like(weights)
+    factor = (clip_norm * ROUNDING / norm).clamp(max=1.0).where(present, 0.0).to(dtype)
+    made = torch.empty_like if len(gradients) == len(model.names) else torch.zeros_like
+    total = made(weights, dtype=dtype)
     _summed(model, gradients, factor, total)
     return ClippedSums(total, ((norm > clip_norm) & present).sum(dim=1), not_finite)
 
@@ -168,8 +183,7 @@ def _summed(model: Model, gradients: Mapping[str, Gradients], factor: Tensor, to
 
 
 def _written(model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor) -> Tape:
-    x = x.flatten(0, 1)
-    return book.write(model.unflatten(weights), channels_last(x) if x.dim() == 4 else x, y.flatten())
+    return book.write(model.unflatten(weights), x.flatten(0, 1), y.flatten())
 
 
 def _by_vmap(model: Model, weights: Tensor, x: Tensor, y: Tensor, clip_norm: float) -> ClippedSums:
@@ -212,50 +226,101 @@ def path_of(model: Model) -> Path:
 
 def _tried(model: Model) -> Path:
     """Try the ways in turn on two clients with different models and a few records each."""
-    spec, rows = model.spec, 3
     random = torch.Generator().manual_seed(0)
     weights = model.flatten(model.module) + 0.01 * torch.randn(2, model.parameters, generator=random)
+    # Twice, with another number of records: an axis that is just as long might pass for theirs.
+    trials = [_trial(model, weights, rows, random) for rows in (2, 3)]
+    for channels_last in (True, False):
+        try:
+            book = Book(model.with_loss, model.own, channels_last)
+            tapes = [_written(model, book, weights, trial.x, trial.y) for trial in trials]
+            found = [tape.gradients() for tape in tapes]
+            for trial, gradients in zip(trials, found, strict=True):
+                rows = trial.y.shape[1]
+                only = torch.eye(rows).unsqueeze(1).expand(-1, 2, -1)  # one record of each client at a time
+                sums = [_summed(model, gradients, factor, torch.zeros_like(weights)) for factor in only]
+                _must_agree(model, torch.stack(sums, dim=1), trial, _norms(gradients, 2 * rows).view(2, rows))
+        except UserError:
+            raise
+        except Exception as error:  # whatever a module does with stand-ins that no rule foresaw
+            obstacle = str(error) if isinstance(error, NoRule) else f"a model that says {type(error).__name__}: {error}"
+            continue
+        layers, records = tapes[1].layers, trials[1].y.numel()
+        held = sum(layer.x.numel() + layer.g.numel() for layer in layers if layer.g is not None) // records
+        numbers = held + sum(one.numbers for one in found[1].values())
+        if any(isinstance(layer, Convolution) for layer in layers):
+            return Path(book, None, numbers)  # convolutions gain nothing from sharing a call
+        alike = [_alike(model, book, weights, *_records(model, rows, random)) for rows in (GRAIN, 4 * GRAIN)]
+        return Path(book, None, numbers, *((GRAIN, True) if all(alike) else (1, False)))
+    for trial in trials:
+        vmapped = _tried_by_vmap(model, weights, trial, obstacle)
+        _must_agree(model, vmapped, trial, torch.linalg.vector_norm(vmapped, dim=2))
+    return Path(None, obstacle, model.parameters)
 
-    def records(length: int) -> tuple[Tensor, Tensor]:
-        x = 2 * torch.randn(2, length, *spec.features, generator=random)
-        if spec.classes:
-            return x, torch.randint(spec.classes, (2, length), generator=random)
-        return x, torch.randn(2, length, generator=random)
 
-    x, y = records(rows)
-    each = [(weights[k], x[k, i : i + 1], y[k, i : i + 1]) for k in range(2) for i in range(rows)]
-    alone = torch.stack([model.gradient(*one) for one in each]).view(2, rows, -1)
-    try:
-        book = Book(model.with_loss, model.own)
-        tape = _written(model, book, weights, x, y)
-        found = tape.gradients()
-    except Exception as error:  # whatever a module does with stand-ins that no rule foresaw
-        obstacle = str(error) if isinstance(error, NoRule) else f"a model that says {type(error).__name__}: {error}"
-        vmapped = _tried_by_vmap(model, weights, x, y, obstacle)
-        _must_agree(model, vmapped, alone, torch.linalg.vector_norm(vmapped, dim=2))
-        return Path(None, obstacle, model.parameters)
-    only = torch.eye(rows).unsqueeze(1).expand(-1, 2, -1)  # one record of each client at a time
-    sums = torch.stack([_summed(model, found, factor, torch.zeros_like(weights)) for factor in only], dim=1)
-    _must_agree(model, sums, alone, _norms(found, 2 * rows).view(2, rows))
-    held = sum(layer.x.numel() + layer.g.numel() for layer in tape.layers if layer.g is not None) // (2 * rows)
-    numbers = held + sum(one.numbers for one in found.values())
-    if any(isinstance(layer, Convolution) for layer in tape.layers):
-        return Path(book, None, numbers)  # convolutions gain nothing from sharing a call
-    together = all(_alike(model, book, weights, *records(length)) for length in (GRAIN, 4 * GRAIN))
-    return Path(book, None, numbers, GRAIN if together else 1, together)
+@dataclass(frozen=True)
+class _Trial:
+    """Records (clients, rows, ...) of two clients, and the gradient (clients, rows, p) of each one alone."""
+
+    x: Tensor
+    y: Tensor
+    alone: Tensor
+
+
+def _trial(model: Model, weights: Tensor, rows: int, random: torch.Generator) -> _Trial:
+    """Records for which the model has finite gradients, and these.
+
+    Raises:
+        UserError: there are none.
+    """
+    records, y = _records(model, rows, random)
+    said = "its loss gives no finite gradient"
+    for x in (records, 0.05 * records, records.sigmoid()):
+        try:
+            each = [model.gradient(weights[k], x[k, i : i + 1], y[k, i : i + 1]) for k in range(2) for i in range(rows)]
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            said = f"it said {str(error).splitlines()[0]}"
+            continue
+        alone = torch.stack(each).view(2, rows, -1)
+        if alone.isfinite().all():
+            return _Trial(x, y, alone)
+    raise UserError(
+        f"model.name = {shown(model.spec.name)} could not be tried.",
+        f"A few random records were given to it, each alone: {said}.",
+        "a model that can be trained from where it starts on ordinary records",
+    )
+
+
+def _records(model: Model, rows: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random records of two clients (2, rows, ...), with their targets.
+
+    Those that may be texts end in zeros, each from another place on, and the last is empty: a model may treat short
+    ones in another way or order. (Of images zeros would leave parts without variance, which GroupNorm blows up.)
+    """
+    spec, count = model.spec, math.prod(model.spec.features)
+    y = torch.randint(spec.classes, (2, rows), generator=random) if spec.classes else torch.randn(2, rows)
+    x = 2 * torch.randn(2, rows, count, generator=random)
+    if len(spec.features) < 3:
+        length = (0.4 + 0.6 * torch.rand(2, rows, 1, generator=random)) * count
+        x *= torch.arange(count) <= length
+        x[1, -1] = 0.0
+    return x.view(2, rows, *spec.features), y
 
 
 def _alike(model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor) -> bool:
     """Whether each client gets the same to the last bit in a call of its own."""
     present = torch.ones(y.shape, dtype=torch.bool)
-    both = _by_book(model, book, weights, x, y, present, 1.0).total
-    each = [(weights[k, None], x[k, None], y[k, None], present[k, None]) for k in range(2)]
-    return torch.equal(both, torch.cat([_by_book(model, book, w, x, y, p, 1.0).total for w, x, y, p in each]))
+
+    def total(first: int, last: int) -> Tensor:
+        w, some_x, some_y, there = (t[first:last] for t in (weights, x, y, present))
+        return _by_book(model, book, w, some_x, some_y, there, 1.0, weights.dtype).total
+
+    return torch.equal(total(0, 2), torch.cat([total(0, 1), total(1, 2)]))
 
 
-def _tried_by_vmap(model: Model, weights: Tensor, x: Tensor, y: Tensor, obstacle: str) -> Tensor:
+def _tried_by_vmap(model: Model, weights: Tensor, trial: _Trial, obstacle: str) -> Tensor:
     try:
-        return torch.stack([record_gradients(model, weights[k], x[k], y[k]) for k in range(2)])
+        return torch.stack([record_gradients(model, weights[k], trial.x[k], trial.y[k]) for k in range(2)])
     except RuntimeError as error:
         name = f"model.name = {shown(model.spec.name)}"
         recurrent = [(n, type(m).__name__) for n, m in model.module.named_modules() if isinstance(m, nn.RNNBase)]
@@ -276,18 +341,18 @@ def _tried_by_vmap(model: Model, weights: Tensor, x: Tensor, y: Tensor, obstacle
         ) from error
 
 
-def _must_agree(model: Model, found: Tensor, alone: Tensor, norms: Tensor) -> None:
-    """Refuse a model whose records are not treated apart: gradients (clients, rows, p) each, norms (clients, rows).
+def _must_agree(model: Model, found: Tensor, trial: _Trial, norms: Tensor) -> None:
+    """Refuse a model whose records are not treated apart: gradients (clients, rows, p), norms (clients, rows).
 
     Raises:
         UserError: naming the parameter.
     """
-    if not alone.isfinite().all():
-        return  # nothing can be learnt from the trial; such records will be left out
-    largest = alone.abs().max()
-    pairs = zip(model.unflatten(found).items(), model.unflatten(alone).values(), strict=True)
-    wrong = [n for (n, one), own in pairs if (one - own).abs().max() > 1e-3 * (own.abs().max() + 1e-3 * largest) + 1e-7]
-    if wrong or (norms < 0.999 * torch.linalg.vector_norm(alone, dim=2)).any():
+    largest, least = trial.alone.abs().max(), torch.linalg.vector_norm(trial.alone, dim=2)
+    pairs = zip(model.unflatten(found).items(), model.unflatten(trial.alone).values(), strict=True)
+    # Rounding goes far in a deep network that normalises; a mistake goes further.
+    slack = 1e-3 * float(largest) + 1e-6
+    wrong = [name for (name, one), own in pairs if not (one - own).abs().max() <= 1e-2 * own.abs().max() + slack]
+    if wrong or not (norms >= 0.99 * least - 1e-6).all():
         raise UserError(
             f"model.name = {shown(model.spec.name)} has per-record gradients that disagree with its own.",
             f"Those of {wrong[0] if wrong else 'all parameters'} for several records together differ from those of\n"
