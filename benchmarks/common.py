@@ -54,13 +54,30 @@ def take_turns(
     return times
 
 
-def machine(*packages: str, threads: int) -> dict[str, Any]:
-    """What the numbers depend on."""
+def busy(seconds: float = 2.0) -> float:
+    """The share of the machine that others use, while we do nothing: above a few percent no number can be trusted."""
+
+    def clock() -> tuple[int, int]:
+        ticks = [int(count) for count in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        return sum(ticks), ticks[3] + ticks[4]  # all, and those of which nobody made use
+
+    whole, idle = clock()
+    time.sleep(seconds)
+    whole_after, idle_after = clock()
+    share = 1 - (idle_after - idle) / (whole_after - whole)
+    if share > 0.1:
+        say(f"others use {share:.0%} of this machine: the numbers will not be reliable")
+    return round(share, 3)
+
+
+def machine(*packages: str, threads: int, others: float) -> dict[str, Any]:
+    """What the numbers depend on; `others` as `busy` found it before the measurement."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "cpu": _cpu_model(),
         "cores": CORES,
         "threads": threads,
+        "busy_before": others,
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", *packages)},
         "commit": commit(),

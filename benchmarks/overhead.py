@@ -18,7 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script it finds the folder it stands in only
 
 import fairveil
-from benchmarks.common import CORES, Unavailable, environment, in_environment, machine, save, say
+from benchmarks.common import CORES, Unavailable, busy, environment, in_environment, machine, save, say
 
 SIZES = (10, 100, 1000)  # clients
 RECORDS = 4
@@ -84,8 +84,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="rounds that are timed, after one that is not")
     options = parser.parse_args()
+    others = busy()
     found = measure(options.rounds)
-    save("overhead", machine(threads=1) | found)
+    save("overhead", machine(threads=1, others=others) | found)
     for name, by_size in found["milliseconds_per_client"].items():
         row = ", ".join(f"{cost:.3f} ms ({clients} clients)" for clients, cost in by_size.items())
         sys.stdout.write(f"{name:18}{row}\n")

@@ -61,25 +61,26 @@ def wrapped(line: str) -> str:
     return textwrap.fill(line, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def verdict(measured: float, target: float, *, at_most: bool = False) -> str:
-    """Met, or missed and by how much: the measured over the target."""
-    if measured <= target if at_most else measured >= target:
-        return "met"
-    return f"**missed: {measured / target:.2f} of the target**"
+def met(measured: float | None, target: float, unit: str, *, at_most: bool = False) -> tuple[str, str]:
+    """What was measured, and whether the target is met; if not, the measured over the target."""
+    if measured is None:
+        return "not measured", "-"
+    good = measured <= target if at_most else measured >= target
+    return f"{measured:.2f} {unit}", "met" if good else f"**missed: {measured / target:.2f} of the target**"
 
 
 def targets(step: Any, runs: Any, overhead: Any) -> list[str]:
     """All targets in one table, met or not."""
     rows = []
-    for model, ratio, rival, target in STEP_TARGETS if step else ():
-        measured = step["models"][model][ratio]
-        rows.append((f"step, {model}", rival, f"{target:g} x", f"{measured:.2f} x", verdict(measured, target)))
-    for name, target in RUN_TARGETS if runs else ():
-        measured = runs["speedup"].get(name)
-        found = ("not measured", "-") if measured is None else (f"{measured:.2f} x", verdict(measured, target))
-        rows.append(("whole run, cnn", NAMES[name], f"{target:g} x", *found))
-    for clients, cost in overhead["milliseconds_per_client"]["fairveil"].items() if overhead else ():
-        found = (f"{cost:.2f} ms", verdict(cost, OVERHEAD_TARGET, at_most=True))
+    for model, ratio, rival, target in STEP_TARGETS:
+        measured = step["models"][model][ratio] if step else None
+        rows.append((f"step, {model}", rival, f"{target:g} x", *met(measured, target, "x")))
+    for name, target in RUN_TARGETS:
+        measured = runs["speedup"].get(name) if runs else None
+        rows.append(("whole run, cnn", NAMES[name], f"{target:g} x", *met(measured, target, "x")))
+    costs = overhead["milliseconds_per_client"]["fairveil"] if overhead else {"1000": None}
+    for clients, cost in costs.items():
+        found = met(cost, OVERHEAD_TARGET, "ms", at_most=True)
         rows.append((f"overhead, {int(clients):,} clients", "per client and round", f"{OVERHEAD_TARGET} ms", *found))
     missed = sum("missed" in row[-1] for row in rows)
     unknown = sum(row[-1] == "-" for row in rows)
@@ -204,15 +205,18 @@ def method_section(results: dict[str, Any]) -> list[str]:
         *agreement(results.get("step")),
         "- Whole runs: one after the other, the best of the repeats of each.",
         "- Peers run in environments of their own with the same torch.",
+        "- A machine that others use as well gives no numbers to trust, least of all for whole runs. How much of it "
+        "others used just before is in the table below.",
         "- A target is compared with the unrounded number.", "",
     ]  # fmt: skip
     rows = []
     for name, found in results.items():
         versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
         peers = [found[key] for key in ("flower", "pfl") if key in found]
-        rows.append((name, found["date"], f"{found['cpu']}, {found['cores']} cores", ", ".join([versions, *peers]),
-                     found["commit"][:12] + ("-dirty" if found["commit"].endswith("-dirty") else "")))  # fmt: skip
-    return [*lines, *table(("", "date", "processor", "versions", "fairveil"), rows, words=5)]
+        commit = found["commit"][:12] + ("-dirty" if found["commit"].endswith("-dirty") else "")
+        on = (found["date"], f"{found['cpu']}, {found['cores']} cores", f"{found['busy_before']:.0%}")
+        rows.append((name, *on, ", ".join([versions, *peers]), commit))
+    return [*lines, *table(("", "date", "processor", "used by others", "versions", "fairveil"), rows, words=6)]
 
 
 def render() -> Path:
@@ -225,7 +229,7 @@ def render() -> Path:
     lines = [INTRODUCTION, *targets(*(results.get(name) for name in ("step", "runs", "overhead")))]
     sections = {"step": step_section, "runs": runs_section, "overhead": overhead_section}
     for name, section in sections.items():
-        missing = [f"Not measured yet: `python benchmarks/{name}.py`.", ""]
+        missing = [f"## Not measured yet: {name}", "", f"`python benchmarks/{name}.py`", ""]
         lines += section(results[name]) if name in results else missing
     lines += method_section(results)
     PAGE.write_text("\n".join(map(wrapped, lines)).strip() + "\n", encoding="utf-8")

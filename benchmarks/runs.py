@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script it f
 
 import fairveil
 from benchmarks import images, opacus_client
-from benchmarks.common import CORES, Unavailable, environment, in_environment, machine, save, say
+from benchmarks.common import CORES, Unavailable, busy, environment, in_environment, machine, save, say
 
 FLOWER = ("flwr[simulation]==1.41.0", "opacus==1.6.0")
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -115,9 +115,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds that are timed, after one that is not")
     parser.add_argument("--repeats", type=int, default=2, help="whole runs of each; the best counts")
     options = parser.parse_args()
+    others = busy()
     found = measure(options.clients, options.rounds, options.repeats)
     if options.clients == opacus_client.CLIENTS:
-        save("runs", machine("opacus", threads=1) | found)
+        save("runs", machine("opacus", threads=1, others=others) | found)
     for name, seconds in found["seconds"].items():
         sys.stdout.write(f"{name:14}{seconds:8.1f} s for {options.rounds} rounds, {found['speedup'][name]:.2f}\n")
     for name, reason in found["skipped"].items():

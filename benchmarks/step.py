@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as a script it f
 
 from benchmarks import breakdown
 from benchmarks import competitors as c
-from benchmarks.common import machine, save, say, take_turns
+from benchmarks.common import busy, machine, save, say, take_turns
 from fairveil.models import ModelSpec
 from fairveil.processes import keep_memory
 
@@ -145,12 +145,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, help="these only; nothing is written")
     options = parser.parse_args()
     names = options.models or (QUICK if options.quick else tuple(WORKLOADS))
+    others = busy()
     results = {}
     for name in names:
         say(f"step: {name}")
         results[name] = measure(name, quick=options.quick)
     if not (options.quick or options.models):
-        found = machine("opacus", threads=1) | {"batch": c.BATCH, "models": results}
+        found = machine("opacus", threads=1, others=others) | {"batch": c.BATCH, "models": results}
         found["breakdown"] = {name: breakdown.measure(WORKLOADS[name].task()) for name in ("cnn", "mlp")}
         save("step", found)
     ratios = ("vs_opacus", "vs_plain", "vs_plain_without_noise", "share_of_flop_limit")

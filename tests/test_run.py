@@ -16,10 +16,10 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDp
 from safetensors.torch import load_file
 
 import fairveil
+from fairveil import models
 from fairveil.config import make_config
 from fairveil.contract import differ, outcome
 from fairveil.errors import PrivacyError, UserError
-from fairveil.models import Model
 from fairveil.plan import Plan, make_plan
 from fairveil.privacy.accounting import price
 from fairveil.privacy.ledger import FEDERATION
@@ -260,13 +260,13 @@ def test_checkpoints_without_a_ledger_are_refused(small: dict[str, Any], runs: P
 def test_two_budgets_share_no_noise(small: dict[str, Any], runs: Path) -> None:
     """One step each at z = 1 and z = 2 under one noise N: 2 (g + N) - (g + 2 N) = g would be the bare gradient."""
     algorithm = {"name": "local", "rounds": 1, "batch_size": 10_000, "learning_rate": 1.0}
-    models = {}
+    found = {}
     for z in (0.0, 1.0, 2.0):
         config = make_config(small | {"algorithm": algorithm, "privacy": {"noise_multiplier": z, "delta": 1e-3}})
-        models[z] = outcome(run_plan(make_plan(config), runs=runs).folder).checkpoint.state["models"]
-    solved = 2 * models[1.0] - models[2.0]
+        found[z] = outcome(run_plan(make_plan(config), runs=runs).folder).checkpoint.state["models"]
+    solved = 2 * found[1.0] - found[2.0]
     size = 0.5 * 1.0 / 287  # half of what the noise alone does to a coordinate
-    assert (solved - models[0.0]).std() > size
+    assert (solved - found[0.0]).std() > size
 
 
 @pytest.fixture
@@ -290,8 +290,13 @@ def test_changed_inputs_are_refused(without_checkpoints: Plan, small: dict[str, 
 
 def test_changed_code_is_refused(without_checkpoints: Plan, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that computes another loss: same request, same inputs, another answer."""
-    losses = Model.losses
-    monkeypatch.setattr(Model, "losses", lambda *arguments: 0.9 * losses(*arguments))
+    scored = models._Scored.forward
+
+    def other(self: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output, losses = scored(self, x, y)
+        return output, 0.9 * losses
+
+    monkeypatch.setattr(models._Scored, "forward", other)
     with Store(runs) as store, pytest.raises(PrivacyError, match="answered before in another way"):
         drive(without_checkpoints, store)
 

@@ -27,8 +27,8 @@ from fairveil.errors import UserError
 from fairveil.models import Model, ModelSpec
 from fairveil.networks import MODELS
 from fairveil.privacy import gradients
-from fairveil.privacy.bookkeeping import Gradients, Lookup, Outer, Whole
 from fairveil.privacy.gradients import ROUNDING, ClippedSums, clipped_sums, path_of, record_gradients
+from fairveil.privacy.layers import Gradients, Lookup, Outer, Whole
 from fairveil.privacy.training import NoisyTraining, train
 from fairveil.streams import Stream
 

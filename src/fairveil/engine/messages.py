@@ -101,9 +101,9 @@ class _Memory:
 
 def _nameless() -> IO[bytes]:
     try:
-        return os.fdopen(os.memfd_create("fairveil"), "wb", MAPPED)
+        return os.fdopen(os.memfd_create("fairveil"), "wb")
     except (AttributeError, OSError):  # another system than Linux, or forbidden
-        return tempfile.TemporaryFile(buffering=MAPPED)  # it loses its name at once
+        return tempfile.TemporaryFile()  # it loses its name at once
 
 
 def _contents(descriptor: int, size: int) -> np.ndarray:

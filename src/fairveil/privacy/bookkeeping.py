@@ -7,16 +7,13 @@ written down; each record's norm follows from that, then its clip factor, then t
 
 Clients are folded into the batch axis: a module sees (clients * rows, ...) and runs unmodified. Only the operations
 that take parameters are intercepted and unfold it, since each client has its own. In a `Book` parameters have
-stand-ins that intercept; a `Layer` computes the operation and writes down on the `Tape`; what it leaves are `Outer`,
-`Lookup` or `Whole`, three ways to hold one gradient for each record.
+stand-ins that intercept; the rules below make a layer of the operation (layers.py), which writes down on the `Tape`.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,444 +21,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import resolve_name
 
-# How many times longer than its gradient the sum of a record's terms may be before it is clipped by the latter. Ghost
-# norms subtract large terms from each other: beyond this the rounding of float32 could hide a gradient of any length.
-CANCELLATION = 32.0
+from fairveil.privacy.layers import (
+    Affine,
+    Convolution,
+    Embedding,
+    Gradients,
+    Layer,
+    Linear,
+    channels_last,
+    joined,
+)
 
-
-TINY, LONG = 1e-15, 1 << 16
+ANCHOR = torch.zeros((), requires_grad=True)  # what makes the first layer's output have a history; it gets no gradient
 
 
 class NoRule(Exception):
     """The module does something with a parameter for which there is no rule here."""
-
-
-# ---- one gradient for each record ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Whole:
-    """Gradients as they are, in pieces (m, n, ...) of an order that `restore` brings to that of the parameter.
-
-    A sum that is made of these is made of vectors whose norms are known: nothing can cancel.
-    """
-
-    pieces: Tensor
-    restore: Callable[[Tensor], Tensor]  # (m, n, ...) -> (n, *parameter)
-
-    @classmethod
-    def of(cls, values: Tensor) -> Whole:
-        """Of (n, *parameter)."""
-        return cls(values.unsqueeze(0), _only)
-
-    def settled(self) -> Whole:
-        return self
-
-    def norms(self) -> Tensor:
-        return _lengths(self.pieces.flatten(2))
-
-    def write_sum(self, total: Tensor, factor: Tensor) -> None:
-        clients, rows = factor.shape
-        m, shape = len(self.pieces), self.pieces.shape[2:]
-        values = self.pieces.reshape(m * clients, rows, -1).to(factor.dtype)
-        if total.is_contiguous() and self.restore is _only:
-            torch.bmm(factor.unsqueeze(1), values, out=total.view(clients, 1, -1))
-        else:
-            summed = torch.bmm((factor if m == 1 else factor.repeat(m, 1)).unsqueeze(1), values)
-            total.copy_(self.restore(summed.view(m, clients, *shape)).view_as(total))
-
-    def whole(self) -> Tensor:
-        return self.restore(self.pieces)
-
-    def without(self, bad: Tensor) -> Whole:
-        return replace(self, pieces=self.pieces.masked_fill(_along(bad, self.pieces[0]), 0.0))
-
-    @property
-    def numbers(self) -> int:
-        return self.pieces[:, :1].numel()
-
-
-@dataclass(frozen=True)
-class Outer:
-    """Sums of outer products: the gradient of record n is sum over t of g[n, t] x[n, t]'; x (n, t, i), g (n, t, o)."""
-
-    x: Tensor
-    g: Tensor
-    restore: Callable[[Tensor], Tensor]
-
-    def settled(self) -> Outer | Whole:
-        """As whole gradients, if these take less work than products of positions with each other."""
-        (_, t, i), o = self.x.shape, self.g.shape[2]
-        return (
-            self
-            if t == 1 or t * (i + o) <= i * o
-            else Whole(self._products().unsqueeze(0), lambda v: self.restore(v[0]))
-        )
-
-    def norms(self) -> Tensor:
-        """|sum g x'|^2 = sum over t, s of (x_t . x_s)(g_t . g_s)."""
-        terms = _lengths(self.x) * _lengths(self.g)
-        if self.x.shape[1] == 1:
-            return terms.mT
-        return _trusted(torch.bmm(self.x, self.x.mT).mul_(torch.bmm(self.g, self.g.mT)), terms)
-
-    def write_sum(self, total: Tensor, factor: Tensor) -> None:
-        clients, rows = factor.shape
-        (_, t, i), o = self.x.shape, self.g.shape[2]
-        weighted = (self.g.reshape(clients, rows, t, o) * factor[:, :, None, None]).reshape(clients, rows * t, o)
-        x = self.x.reshape(clients, rows * t, i).to(factor.dtype)
-        if self.restore is _same and min(i, o) > 1:
-            torch.bmm(weighted.mT, x, out=total.view(clients, o, i))  # spares a copy as large as the model
-        else:
-            total.copy_(self.restore(_product(weighted.mT, x)).reshape(total.shape))
-
-    def whole(self) -> Tensor:
-        return self.restore(self._products())
-
-    def without(self, bad: Tensor) -> Outer:
-        return replace(
-            self, x=self.x.masked_fill(_along(bad, self.x), 0.0), g=self.g.masked_fill(_along(bad, self.g), 0.0)
-        )
-
-    @property
-    def numbers(self) -> int:
-        (_, t, i), o = self.x.shape, self.g.shape[2]
-        return t * (i + o + 2 * t)
-
-    def _products(self) -> Tensor:
-        return torch.bmm(self.g.mT, self.x)
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """Rows of a table: the gradient of record n has g[n, t] added to row ids[n, t], for ids (n, t), g (n, t, d)."""
-
-    ids: Tensor
-    g: Tensor
-    table: tuple[int, int]
-
-    def settled(self) -> Lookup | Whole:
-        t, d = self.g.shape[1:]
-        return self if t * (t + d) <= math.prod(self.table) else Whole.of(self.whole())
-
-    def norms(self) -> Tensor:
-        same = self.ids.unsqueeze(1) == self.ids.unsqueeze(2)
-        return _trusted(torch.bmm(self.g, self.g.mT).mul_(same), _lengths(self.g))
-
-    def write_sum(self, total: Tensor, factor: Tensor) -> None:
-        clients, rows = factor.shape
-        t, d = self.g.shape[1:]
-        weighted = self.g.reshape(clients, rows, t, d) * factor[:, :, None, None].double()
-        ids = self.ids.view(clients, rows * t, 1).expand(-1, -1, d)
-        table = weighted.new_zeros(clients, *self.table)  # float64: one row may get thousands of terms, one by one
-        total.copy_(table.scatter_add_(1, ids, weighted.reshape(clients, rows * t, d)))
-
-    def whole(self) -> Tensor:
-        whole = self.g.new_zeros(len(self.ids), *self.table)
-        return whole.scatter_add_(1, self.ids.unsqueeze(2).expand_as(self.g), self.g)
-
-    def without(self, bad: Tensor) -> Lookup:
-        return replace(self, g=self.g.masked_fill(_along(bad, self.g), 0.0))
-
-    @property
-    def numbers(self) -> int:
-        t, d = self.g.shape[1:]
-        return t * (t + d)
-
-
-Gradients = Whole | Outer | Lookup
-
-
-def joined(parts: Sequence[Gradients]) -> Gradients:
-    """The gradients of a parameter that is used several times: they add up."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first.settled()
-    if isinstance(first, Outer) and all(isinstance(p, Outer) and p.restore is first.restore for p in parts):
-        outers = [part for part in parts if isinstance(part, Outer)]
-        return replace(first, x=torch.cat([p.x for p in outers], 1), g=torch.cat([p.g for p in outers], 1)).settled()
-    return Whole.of(torch.stack([part.whole().flatten(1) for part in parts]).sum(dim=0))
-
-
-def _same(values: Tensor) -> Tensor:
-    return values
-
-
-def _only(pieces: Tensor) -> Tensor:
-    return pieces[0]
-
-
-def _trusted(products: Tensor, terms: Tensor) -> Tensor:
-    """Norms (1, n) from the products (n, t, t) of terms of these lengths (n, t), as far as rounding can be trusted.
-
-    Where terms all but cancel, the sum of their lengths bounds the norm; and where products have left the range of
-    float32, nothing else does.
-    """
-    squared, most = products.sum(dim=(1, 2)), terms.sum(dim=1)
-    right = squared.isfinite() & (products.diagonal(dim1=1, dim2=2).sum(dim=1) >= 0.99 * terms.square().sum(dim=1))
-    return torch.maximum(squared.clamp(min=0.0).sqrt(), most / CANCELLATION).where(right, most).unsqueeze(0)
-
-
-def _lengths(vectors: Tensor) -> Tensor:
-    """Of the last axis, and never less than the truth: squares of numbers below 1e-19 vanish in float32."""
-    many = vectors.shape[-1] > LONG  # whose squares float32 cannot add up
-    return torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float64 if many else None).add_(TINY)
-
-
-def _along(bad: Tensor, values: Tensor) -> Tensor:
-    """A mask (n,) in a shape to go with values (n, ...)."""
-    return bad.view(-1, *[1] * (values.dim() - 1))
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a (k, m, j) times b (k, j, n), the same to the last bit whatever k is.
-
-    With a single row or column BLAS would take another path for one matrix than for several; with two it does not.
-    """
-    m, n = a.shape[1], b.shape[2]
-    if m == 1:
-        a = F.pad(a, (0, 0, 0, 1))
-    if n == 1:
-        b = F.pad(b, (0, 1))
-    return torch.bmm(a, b)[:, :m, :n]
-
-
-# ---- layers ----------------------------------------------------------------------------------------
-
-
-class Layer:
-    """One use of one operation with parameters: computes it for every client, and writes down what it needs.
-
-    Attributes:
-        names: of the parameters it takes, None where it takes none.
-        clients: how many are folded into the batch axis.
-        x, g: what went in, and the gradient that came back.
-    """
-
-    def __init__(self, clients: int, names: Sequence[str | None], parameters: Sequence[Tensor | None]) -> None:
-        self.clients, self.names, self.parameters = clients, names, parameters
-        self.x: Tensor
-        self.g: Tensor | None = None  # stays None where the output does not touch the loss
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def backward(self, g: Tensor) -> Tensor:
-        """The gradient of the input."""
-        raise NotImplementedError
-
-    def gradients(self, g: Tensor) -> list[tuple[str, Gradients]]:
-        """For each parameter, one gradient for each record, from what came back."""
-        raise NotImplementedError
-
-    @property
-    def weight(self) -> Tensor:
-        assert self.parameters[0] is not None
-        return self.parameters[0]
-
-    def _named(self, weight: Callable[[], Gradients], bias: Callable[[], Gradients]) -> list[tuple[str, Gradients]]:
-        found = zip(self.names, (weight, bias), strict=False)
-        return [(name, gradients()) for name, gradients in found if name is not None]
-
-
-class Linear(Layer):
-    """F.linear on (n, ..., i): any positions between the record and the vector."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.x = x
-        flat, bias = x.reshape(self.clients, -1, x.shape[-1]), self.parameters[1]
-        out = x.new_empty(*x.shape[:-1], self.weight.shape[1])  # no view: an activation may write into it in place
-        by_client = out.view(self.clients, -1, out.shape[-1])
-        if bias is not None and min(self.weight.shape[1:]) > 1:
-            torch.baddbmm(bias.unsqueeze(1), flat, self.weight.mT, out=by_client)
-        else:
-            by_client.copy_(_product(flat, self.weight.mT))
-            if bias is not None:
-                by_client += bias.unsqueeze(1)
-        return out
-
-    def backward(self, g: Tensor) -> Tensor:
-        return _product(g.reshape(self.clients, -1, g.shape[-1]), self.weight).reshape(self.x.shape)
-
-    def gradients(self, g: Tensor) -> list[tuple[str, Gradients]]:
-        g = g.reshape(len(g), -1, g.shape[-1])
-        x = self.x.reshape(len(self.x), -1, self.x.shape[-1])
-        bias = g.squeeze(1) if g.shape[1] == 1 else g.sum(dim=1)
-        return self._named(lambda: Outer(x, g, _same), lambda: Whole.of(bias))
-
-
-class Convolution(Layer):
-    """F.conv2d without groups; a one-dimensional one comes with a height of 1.
-
-    Everything is kept with the channels last, if the module bears it: that is what the fast kernels want, and
-    max-pooling above all.
-    """
-
-    def __init__(
-        self, tape: Tape, names: Sequence[str | None], parameters: Sequence[Tensor | None],
-        stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
-    ) -> None:  # fmt: skip
-        super().__init__(tape.clients, names, parameters)
-        self.stride, self.padding, self.dilation = stride, padding, dilation
-        self.laid = channels_last if tape.channels_last else Tensor.contiguous
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.x = self.laid(x)
-        bias = self.parameters[1]
-        self.kernels = self.weight.unbind()
-        biases = [None] * self.clients if bias is None else bias.unbind()
-        each = zip(self._by_client(self.x), self.kernels, biases, strict=True)
-        return self._together([F.conv2d(*one, self.stride, self.padding, self.dilation) for one in each])
-
-    def backward(self, g: Tensor) -> Tensor:
-        each = zip(self._by_client(self.laid(g)), self._by_client(self.x), self.kernels, strict=True)
-        settings = (None, self.stride, self.padding, self.dilation, False, (0, 0), 1, (True, False, False))
-        return self._together([torch.ops.aten.convolution_backward(*one, *settings)[0] for one in each])
-
-    def gradients(self, g: Tensor) -> list[tuple[str, Gradients]]:
-        positions = g.permute(0, 2, 3, 1)  # (n, height, width, o)
-        return self._named(lambda: self._kernel_gradients(positions), lambda: Whole.of(positions.sum(dim=(1, 2))))
-
-    def _by_client(self, folded: Tensor) -> Sequence[Tensor]:
-        return [folded] if self.clients == 1 else folded.chunk(self.clients)
-
-    @staticmethod
-    def _together(outputs: list[Tensor]) -> Tensor:
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _kernel_gradients(self, g: Tensor) -> Gradients:
-        """For g (n, height, width, o)."""
-        o, c, kh, kw = self.weight.shape[1:]
-        n, height, width = g.shape[:3]
-        t, i, g = height * width, c * kh * kw, g.flatten(1, 2)
-        above, beside = self.padding
-        padded = F.pad(self.x.permute(0, 2, 3, 1), (0, 0, beside, beside, above, above))
-        columns = _windows(padded, 2, kw, width, self.stride[1], self.dilation[1])  # (n, h, width, kw, c)
-        if t == 1 or t * (i + o) <= i * o:
-            patches = _windows(
-                columns, 1, kh, height, self.stride[0], self.dilation[0]
-            )  # (n, height, kh, width, kw, c)
-            x = patches.transpose(2, 3).reshape(n, t, i)
-            return Outer(x, g, lambda v: v.unflatten(2, (kh, kw, c)).permute(0, 1, 4, 2, 3))
-        # Otherwise one product for each row of the kernel, on views of what is unfolded along the width only: the
-        # whole unfolding would be kh times as large, and copying it costs more than the products.
-        flat = columns.flatten(3).contiguous()
-        values = g.new_empty(kh, n, kw * c, o)
-        for r in range(kh):
-            row = flat[:, r * self.dilation[0] :][:, : (height - 1) * self.stride[0] + 1 : self.stride[0]]
-            torch.bmm(row.reshape(n, t, kw * c).mT, g, out=values[r])
-        return Whole(values, lambda v: v.unflatten(2, (kw, c)).permute(1, 4, 3, 0, 2))
-
-
-def channels_last(x: Tensor) -> Tensor:
-    """Images with the channels innermost. With a single channel the strides must say so, or nothing follows suit."""
-    x = x.contiguous(memory_format=torch.channels_last)
-    if x.shape[1] == 1:
-        height, width = x.shape[2:]
-        x = x.as_strided(x.shape, (height * width, 1, width, 1))
-    return x
-
-
-def _windows(x: Tensor, dim: int, size: int, count: int, stride: int, dilation: int) -> Tensor:
-    """A view of x with axis `dim` as (count, size): window j holds j * stride + (0, ..., size - 1) * dilation."""
-    steps = x.stride(dim)
-    shape = (*x.shape[:dim], count, size, *x.shape[dim + 1 :])
-    strides = (*x.stride()[:dim], steps * stride, steps * dilation, *x.stride()[dim + 1 :])
-    return x.as_strided(shape, strides, x.storage_offset())
-
-
-class Affine(Layer):
-    """x * weight + bias along one axis or several, as it ends LayerNorm and GroupNorm; the rest has no parameters.
-
-    Args:
-        shape: (1, ...) that the parameters take to be multiplied with a record.
-    """
-
-    def __init__(
-        self, clients: int, names: Sequence[str | None], parameters: Sequence[Tensor | None], shape: Sequence[int]
-    ) -> None:
-        super().__init__(clients, names, parameters)
-        self.shape = shape
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.x = x
-        out = x.clone()
-        if self.parameters[0] is not None:
-            self._apart(out).mul_(self._laid(0))
-        if self.parameters[1] is not None:
-            self._apart(out).add_(self._laid(1))
-        return out
-
-    def backward(self, g: Tensor) -> Tensor:
-        return (self._apart(g) * self._laid(0)).reshape(g.shape) if self.parameters[0] is not None else g
-
-    def gradients(self, g: Tensor) -> list[tuple[str, Gradients]]:
-        return self._named(lambda: self._summed(g * self.x), lambda: self._summed(g))
-
-    def _apart(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (self.clients, -1))
-
-    def _laid(self, which: int) -> Tensor:
-        parameter = self.parameters[which]
-        assert parameter is not None
-        return parameter.reshape(self.clients, 1, *self.shape)
-
-    def _summed(self, values: Tensor) -> Whole:
-        """Sums over the positions that share a parameter."""
-        shared = [1 + axis for axis, length in enumerate(self.shape) if length == 1 and values.shape[1 + axis] > 1]
-        summed = values.sum(dim=shared) if shared else values
-        return Whole.of(summed.flatten(1))
-
-
-class Embedding(Layer):
-    """F.embedding of whole numbers (n, ...)."""
-
-    def __init__(
-        self, clients: int, names: Sequence[str | None], parameters: Sequence[Tensor | None], padding: int | None
-    ) -> None:
-        super().__init__(clients, names, parameters)
-        self.padding = padding
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.x = x
-        words, width = self.weight.shape[1:]
-        first = words * torch.arange(self.clients, device=x.device).repeat_interleave(len(x) // self.clients)
-        rows = x.reshape(len(x), -1) + first.unsqueeze(1)
-        if ((x < 0) | (x >= words)).any():
-            raise IndexError("index out of range in self")
-        return self.weight.reshape(-1, width)[rows].reshape(*x.shape, width)
-
-    def backward(self, g: Tensor) -> Tensor:
-        raise AssertionError("whole numbers have no gradient")
-
-    def gradients(self, g: Tensor) -> list[tuple[str, Gradients]]:
-        assert self.names[0] is not None
-        words, width = self.weight.shape[1:]
-        ids = self.x.reshape(len(self.x), -1).long()
-        g = g.reshape(len(ids), -1, width)
-        if self.padding is not None:
-            g = g.masked_fill((ids == self.padding % words).unsqueeze(2), 0.0)
-        return [(self.names[0], Lookup(ids, g, (words, width)))]
-
-
-class _Written(torch.autograd.Function):
-    """A layer as a node of autograd. What it writes down is detached: with its history it would keep itself alive."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, layer: Layer, x: Tensor) -> Tensor:
-        ctx.layer, ctx.x, ctx.version = layer, x.detach(), x._version
-        return layer.forward(ctx.x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor | None]:
-        layer: Layer = ctx.layer
-        if ctx.x._version != ctx.version:
-            raise NoRule(f"{type(layer).__name__} on a tensor that was written to in place later on")
-        layer.g = gradients[0].detach()
-        return None, None, layer.backward(layer.g) if ctx.needs_input_grad[2] else None
-
-
-# ---- the book --------------------------------------------------------------------------------------
 
 
 class Book:
@@ -470,11 +45,13 @@ class Book:
     Args:
         module: maps (x, y) to (outputs, losses), one of each for a record.
         parameters: of the module, by name.
-        channels_last: the layout of images; a module that asks for a view of them may need the other.
+        laid: brings images to the layout in which they are kept; a module that asks for a view may need another.
     """
 
-    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor], channels_last: bool) -> None:
-        self.channels_last = channels_last
+    def __init__(
+        self, module: nn.Module, parameters: Mapping[str, Tensor], laid: Callable[[Tensor], Tensor] = channels_last
+    ) -> None:
+        self.laid = laid
         self.tape: Tape | None = None  # of the pass that is under way
         memo: dict[int, Any] = {id(own): StandIn.of(own, name, self) for name, own in parameters.items()}
         for part in module.modules():
@@ -491,14 +68,12 @@ class Book:
         Raises:
             NoRule: the module does something with a parameter that no rule covers.
         """
-        self.tape = tape = Tape(values, len(y), self.channels_last)
-        if x.dim() == 4 and self.channels_last:
-            x = channels_last(x)
+        self.tape = tape = Tape(values, len(y), self.laid)
         try:
             with torch.enable_grad():
-                losses = self.module(x, y)[1]
+                losses = self.module(self.laid(x) if x.dim() == 4 else x, y)[1]
                 if losses.requires_grad:
-                    torch.autograd.grad(losses.sum(), tape.anchor, allow_unused=True)
+                    torch.autograd.grad(losses.sum(), ANCHOR, allow_unused=True)
         finally:
             self.tape = None
         return tape
@@ -539,20 +114,36 @@ def _stand_in(values: Iterable[Any]) -> StandIn | None:
     return None
 
 
+class _Written(torch.autograd.Function):
+    """A layer as a node of autograd. What it writes down is detached: with its history it would keep itself alive."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, layer: Layer, x: Tensor) -> Tensor:
+        ctx.layer, ctx.x, ctx.version = layer, x.detach(), x._version
+        return layer.forward(ctx.x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor | None]:
+        layer: Layer = ctx.layer
+        if ctx.x._version != ctx.version:
+            raise NoRule(f"{type(layer).__name__} on a tensor that was written to in place later on")
+        layer.g = gradients[0].detach()
+        return None, None, layer.backward(layer.g) if ctx.needs_input_grad[2] else None
+
+
 class Tape:
     """The layers of one pass, in the order in which they were applied.
 
     Args:
         values: of all parameters (clients, *shape), by name.
         records: in the batch, of all clients together.
-        channels_last: the layout of images.
+        laid: brings images to the layout in which they are kept.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], records: int, channels_last: bool) -> None:
-        self.values, self.records, self.channels_last = values, records, channels_last
+    def __init__(self, values: Mapping[str, Tensor], records: int, laid: Callable[[Tensor], Tensor]) -> None:
+        self.values, self.records, self.laid = values, records, laid
         self.clients = len(next(iter(values.values())))
         self.layers: list[Layer] = []
-        self.anchor = torch.zeros((), requires_grad=True)  # what makes the first layer's output have a history
 
     def gradients(self) -> dict[str, Gradients]:
         """For every parameter that touched the loss, one gradient for each record."""
@@ -568,7 +159,7 @@ class Tape:
         if x.shape[:1] != (self.records,):
             raise NoRule(f"{type(layer).__name__} on a tensor of shape {tuple(x.shape)}, whose records are not first")
         self.layers.append(layer)
-        output: Tensor = _Written.apply(self.anchor, layer, x)
+        output: Tensor = _Written.apply(ANCHOR, layer, x)
         return output
 
     def taken(self, *tensors: Tensor | None) -> tuple[list[str | None], list[Tensor | None]]:
@@ -597,7 +188,8 @@ def _conv2d(
         raise NoRule("a convolution with groups")
     spread = _numbers(dilation, 2)
     beside = _padding(padding, weight.shape[2:], spread)
-    return tape.written(Convolution(tape, *tape.taken(weight, bias), _numbers(stride, 2), beside, spread), input)
+    layer = Convolution(tape.clients, *tape.taken(weight, bias), _numbers(stride, 2), beside, spread, tape.laid)
+    return tape.written(layer, input)
 
 
 def _conv1d(
@@ -610,7 +202,8 @@ def _conv1d(
     assert weights is not None
     (step,), (spread,) = _numbers(stride, 1), _numbers(dilation, 1)
     (beside,) = _padding(padding, weight.shape[2:], (spread,))
-    layer = Convolution(tape, names, [weights.unsqueeze(3), biases], (1, step), (0, beside), (1, spread))
+    both = [weights.unsqueeze(3), biases]
+    layer = Convolution(tape.clients, names, both, (1, step), (0, beside), (1, spread), tape.laid)
     return tape.written(layer, input.unsqueeze(2)).squeeze(2)
 
 

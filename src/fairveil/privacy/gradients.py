@@ -20,7 +20,8 @@ from torch.func import grad, vmap
 
 from fairveil.errors import UserError
 from fairveil.options import shown
-from fairveil.privacy.bookkeeping import Book, Convolution, Gradients, NoRule, Tape
+from fairveil.privacy.bookkeeping import Book, NoRule, Tape
+from fairveil.privacy.layers import Convolution, Gradients, channels_last
 
 if TYPE_CHECKING:
     from fairveil.data.federation import Records
@@ -135,37 +136,41 @@ def padded_length(model: Model, length: int) -> int:
     return -(-length // grain) * grain
 
 
-def _gathered(parts: Sequence[tuple[Records, Tensor]], length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The records (clients, length, ...), padded with zeros, their targets, and which rows are records."""
+def _gathered(parts: Sequence[tuple[Records, Tensor]], length: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The records (clients, length, ...), padded with zeros, their targets, and which rows are records; None: all."""
     first = parts[0][0]
     size = [len(rows) for _, rows in parts]
-    made = torch.Tensor.new_zeros if min(size) < length else torch.Tensor.new_empty
+    padded = min(size) < length
+    made = Tensor.new_zeros if padded else Tensor.new_empty
     x, y = (made(t, (len(parts), length, *t.shape[1:])) for t in (first.x, first.y))
     for (records, rows), count, into_x, into_y in zip(parts, size, x.unbind(), y.unbind(), strict=True):
         torch.index_select(records.x, 0, rows, out=into_x[:count])
         torch.index_select(records.y, 0, rows, out=into_y[:count])
-    return x, y, torch.arange(length) < torch.tensor(size).unsqueeze(1)
+    return x, y, torch.arange(length) < torch.tensor(size).unsqueeze(1) if padded else None
 
 
 def _by_book(
-    model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor, present: Tensor, clip_norm: float,
+    model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor, present: Tensor | None, clip_norm: float,
     dtype: torch.dtype,
 ) -> ClippedSums:  # fmt: skip
     """One call of the fast path: weights (clients, p), x (clients, length, ...); sums are made in this type."""
     gradients = _written(model, book, weights, x, y).gradients()
-    present = present.to(weights.device)
-    norm = _norms(gradients, present.numel()).view(present.shape)
+    norm = _norms(gradients, y.numel()).view(y.shape)
+    factor, exceeded = (clip_norm * ROUNDING / norm).clamp_(max=1.0), norm > clip_norm
+    if present is not None:
+        present = present.to(weights.device)
+        factor, exceeded = factor.where(present, 0.0), exceeded & present
     not_finite = torch.zeros(len(weights), dtype=torch.int64, device=weights.device)
     # A norm so far above the bound would need a factor that float32 has no digits for: it is as good as infinite.
     if not norm.max() <= clip_norm * 2.0**100:
         bad = ~(norm <= clip_norm * 2.0**100)
-        not_finite, present = (present & bad).sum(dim=1), present & ~bad
+        factor, exceeded = factor.where(~bad, 0.0), exceeded & ~bad
+        not_finite = (bad if present is None else bad & present).sum(dim=1)
         gradients = {name: one.without(bad.flatten()) for name, one in gradients.items()}
-    factor = (clip_norm * ROUNDING / norm).clamp(max=1.0).where(present, 0.0).to(dtype)
     made = torch.empty_like if len(gradients) == len(model.names) else torch.zeros_like
     total = made(weights, dtype=dtype)
-    _summed(model, gradients, factor, total)
-    return ClippedSums(total, ((norm > clip_norm) & present).sum(dim=1), not_finite)
+    _summed(model, gradients, factor.to(dtype), total)
+    return ClippedSums(total, exceeded.sum(dim=1), not_finite)
 
 
 def _norms(gradients: Mapping[str, Gradients], records: int) -> Tensor:
@@ -230,9 +235,9 @@ def _tried(model: Model) -> Path:
     weights = model.flatten(model.module) + 0.01 * torch.randn(2, model.parameters, generator=random)
     # Twice, with another number of records: an axis that is just as long might pass for theirs.
     trials = [_trial(model, weights, rows, random) for rows in (2, 3)]
-    for channels_last in (True, False):
+    for laid in (channels_last, Tensor.contiguous):
         try:
-            book = Book(model.with_loss, model.own, channels_last)
+            book = Book(model.with_loss, model.own, laid)
             tapes = [_written(model, book, weights, trial.x, trial.y) for trial in trials]
             found = [tape.gradients() for tape in tapes]
             for trial, gradients in zip(trials, found, strict=True):
@@ -309,11 +314,10 @@ def _records(model: Model, rows: int, random: torch.Generator) -> tuple[Tensor, 
 
 def _alike(model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor) -> bool:
     """Whether each client gets the same to the last bit in a call of its own."""
-    present = torch.ones(y.shape, dtype=torch.bool)
 
     def total(first: int, last: int) -> Tensor:
-        w, some_x, some_y, there = (t[first:last] for t in (weights, x, y, present))
-        return _by_book(model, book, w, some_x, some_y, there, 1.0, weights.dtype).total
+        mine, some_x, some_y = (t[first:last] for t in (weights, x, y))
+        return _by_book(model, book, mine, some_x, some_y, None, 1.0, weights.dtype).total
 
     return torch.equal(total(0, 2), torch.cat([total(0, 1), total(1, 2)]))
 

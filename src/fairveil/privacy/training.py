@@ -134,7 +134,7 @@ class _Runner:
         """Noise the sum of clipped gradients (p,), both in place, and take the step."""
         if self.std:
             self.stream.add_noise(total, self.std, grid(self.std))
-        weights.sub_(total.to(weights.dtype), alpha=self.rate)
+        weights -= total.to(weights.dtype).mul_(self.rate)
         self.left -= 1
 
     def released(self, update: Tensor) -> tuple[Release, dict[str, float]]:

@@ -24,7 +24,7 @@ import torch
 
 from fairveil.config import RunConfig
 from fairveil.errors import PrivacyError, RunFault, UserError
-from fairveil.processes import end_with_parent, start
+from fairveil.processes import end_with_parent, keep_memory, start
 from fairveil.run import Interrupted, RoundReport, run_in
 
 OUTPUT = "output.txt"  # what a run prints itself: it would garble the display of the sweep
@@ -113,6 +113,7 @@ class CellProcess:
 def _live(connection: Connection, config: RunConfig, folder: Path) -> None:
     """The life of a run's process."""
     end_with_parent()
+    keep_memory()
     signal.signal(signal.SIGTERM, _interrupted)
     output = os.open(folder / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for number in (1, 2):
