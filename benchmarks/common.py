@@ -33,24 +33,24 @@ def say(text: str) -> None:
 def take_turns(
     steps: Mapping[str, Callable[[], object]], *, turns: int, seconds: float
 ) -> dict[str, list[float]]:  # fmt: skip
-    """Seconds per call for each competitor and turn.
+    """Seconds of processor time per call, for each competitor and turn; for steps that run on one thread.
 
-    The machine's speed drifts and others use it too, so competitors take turns: each sees the same good and bad
-    moments, and the best of its turns is what it can do.
+    On a quiet machine that is the time on the clock; what others take away is not counted. The machine's speed drifts,
+    so competitors take turns: each sees the same good and bad moments, and the best of its turns is what it can do.
     """
     count = {}
     for name, step in steps.items():
         step()  # warm up: caches, compiled kernels, lazy imports
-        started = time.perf_counter()
+        started = time.process_time()
         step()
-        count[name] = max(1, round(seconds / (time.perf_counter() - started)))
+        count[name] = max(1, round(seconds / (time.process_time() - started)))
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(turns):
         for name, step in steps.items():
-            started = time.perf_counter()
+            started = time.process_time()
             for _ in range(count[name]):
                 step()
-            times[name].append((time.perf_counter() - started) / count[name])
+            times[name].append((time.process_time() - started) / count[name])
     return times
 
 

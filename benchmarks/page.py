@@ -201,7 +201,8 @@ def method_section(results: dict[str, Any]) -> list[str]:
     lines = [
         "## How it was measured", "",
         "- Steps: competitors take turns within one process on one thread, all with the same records and the same "
-        "batches; each one's best turn counts, since whatever disturbs a turn only slows it down.",
+        "batches. Processor time is measured, which on one thread is the time on the clock of a quiet machine. The best "
+        "turn of each counts, since whatever disturbs a turn only slows it down.",
         *agreement(results.get("step")),
         "- Whole runs: one after the other, the best of the repeats of each.",
         "- Peers run in environments of their own with the same torch.",

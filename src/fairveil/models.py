@@ -176,12 +176,23 @@ class Model:
             alone = torch.cat([self.predict(weights, records[i : i + 1]) for i in range(2)])
         except (RuntimeError, ValueError):
             alone = torch.full_like(output, math.nan)  # it cannot do with one record
-        if not torch.allclose(output, alone, rtol=1e-3, atol=1e-5):
+        if not torch.allclose(output, alone, rtol=1e-3, atol=1e-5) or self._contagious(weights, records[0], alone[0]):
             raise UserError(
                 f"model.name = {shown(self.spec.name)} mixes the records of a batch.",
                 "A record's score depends on the records beside it, so clipping would not bound what a record can do.",
                 "torch.nn.GroupNorm or LayerNorm in place of what averages over the batch",
             )
+
+    def _contagious(self, weights: Tensor, record: Tensor, alone: Tensor) -> bool:
+        """Whether a record's output changes beside one that is out of all bounds: some mixing shows only then."""
+        for extreme in (math.nan, 1e30, -1e30):
+            try:
+                beside = self.predict(weights, torch.stack([record, torch.full_like(record, extreme)]))[0]
+            except (RuntimeError, ValueError, IndexError):
+                continue  # such a record stops the run, and so tells nothing to those beside it
+            if not torch.allclose(beside, alone, rtol=1e-3, atol=1e-5):
+                return True
+        return False
 
     def _check_swapped(self) -> None:
         """What is computed with a vector must be what a module that holds its values computes, gradients included."""

@@ -1217,6 +1217,21 @@ def test_right_or_refused_and_never_silently_wrong(name: str) -> None:
     assert_right(model, 1e-2 if name == "half precision" else 1e-4)
 
 
+MIXES_RARELY: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "a branch": lambda m, x: m.first(x if x.sum() < 1e9 else 0 * x),
+    "a number": lambda m, x: m.first(x * min(1.0, 1e9 / max(x.abs().max().item(), 1.0))),
+    "a choice": lambda m, x: m.first(torch.where(x.sum() < 1e9, x, 0 * x)),
+    "a scale": lambda m, x: m.first(x / x.max().clamp(min=1e9) * 1e9),
+}
+
+
+@pytest.mark.parametrize("name", MIXES_RARELY)
+def test_what_one_record_out_of_bounds_would_do_to_all_others_is_refused(name: str) -> None:
+    """On ordinary records these treat each apart; a single huge one would change the gradients of the whole batch."""
+    with pytest.raises(UserError):
+        path_of(user(Written((6,), linear, MIXES_RARELY[name])))
+
+
 # ---- memory, and other devices ---------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import resolve_name
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from fairveil.privacy.layers import (
     Affine,
@@ -77,6 +77,19 @@ class Book:
         finally:
             self.tape = None
         return tape
+
+
+class Watch(TorchFunctionMode):
+    """While it is on, a module may not make Python numbers of tensors: with them it could decide for all records of a
+    batch by what is in one of them, and no bound on that one's own gradient would hold.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in DECISIVE:
+            raise NoRule(f"a decision that may depend on the records ({resolve_name(func)})")
+        return func(*args, **(kwargs or {}))
 
 
 class StandIn(Tensor):
@@ -159,7 +172,8 @@ class Tape:
         if x.shape[:1] != (self.records,):
             raise NoRule(f"{type(layer).__name__} on a tensor of shape {tuple(x.shape)}, whose records are not first")
         self.layers.append(layer)
-        output: Tensor = _Written.apply(ANCHOR, layer, x)
+        with torch._C.DisableTorchFunction():  # what a layer does is none of a watch's business
+            output: Tensor = _Written.apply(ANCHOR, layer, x)
         return output
 
     def taken(self, *tensors: Tensor | None) -> tuple[list[str | None], list[Tensor | None]]:
@@ -264,6 +278,10 @@ RULES: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
     F.group_norm: _group_norm,
     F.embedding: _embedding,
 }
+DECISIVE = {
+    Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__, Tensor.item, Tensor.tolist,
+    Tensor.numpy, Tensor.__array__,
+}  # fmt: skip
 # What one may ask of a parameter without using its values.
 HARMLESS = {
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.is_floating_point,

@@ -20,7 +20,7 @@ from torch.func import grad, vmap
 
 from fairveil.errors import UserError
 from fairveil.options import shown
-from fairveil.privacy.bookkeeping import Book, NoRule, Tape
+from fairveil.privacy.bookkeeping import Book, NoRule, Tape, Watch
 from fairveil.privacy.layers import Convolution, Gradients, channels_last
 
 if TYPE_CHECKING:
@@ -68,6 +68,10 @@ class Path:
     grain: int = 1
     together: bool = False
 
+    def padded(self, length: int) -> int:
+        """The length of a batch in a call. It depends on the client's own alone, and so do the bits of the result."""
+        return -(-length // self.grain) * self.grain
+
 
 def clipped_sums(
     model: Model, weights: Tensor, records: Sequence[Records], drawn: Sequence[Tensor], clip_norm: float
@@ -86,8 +90,9 @@ def clipped_sums(
     at_once = max(1, min(MICRO_BATCH, MICRO_NUMBERS // path.numbers))
     calls: dict[tuple[int, bool], list[tuple[int, Tensor]]] = defaultdict(list)  # micro-batches that may share a call
     for client, rows in enumerate(drawn):
-        for part in rows.split(at_once) if len(rows) else ():
-            calls[padded_length(model, len(part)), len(rows) > at_once].append((client, part))
+        long = len(rows) > at_once
+        for part in rows.split(at_once) if long else [rows] * (len(rows) > 0):
+            calls[path.padded(len(part)), long].append((client, part))
     groups = []
     for (length, long), parts in calls.items():
         many = max(1, MICRO_NUMBERS // (length * path.numbers)) if path.together else 1
@@ -130,12 +135,6 @@ def _called(
         ) from obstacle
 
 
-def padded_length(model: Model, length: int) -> int:
-    """Of a batch of so many records: it depends on the client's own batch alone, and so do the bits of the result."""
-    grain = path_of(model).grain
-    return -(-length // grain) * grain
-
-
 def _gathered(parts: Sequence[tuple[Records, Tensor]], length: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """The records (clients, length, ...), padded with zeros, their targets, and which rows are records; None: all."""
     first = parts[0][0]
@@ -144,8 +143,8 @@ def _gathered(parts: Sequence[tuple[Records, Tensor]], length: int) -> tuple[Ten
     made = Tensor.new_zeros if padded else Tensor.new_empty
     x, y = (made(t, (len(parts), length, *t.shape[1:])) for t in (first.x, first.y))
     for (records, rows), count, into_x, into_y in zip(parts, size, x.unbind(), y.unbind(), strict=True):
-        torch.index_select(records.x, 0, rows, out=into_x[:count])
-        torch.index_select(records.y, 0, rows, out=into_y[:count])
+        torch.index_select(records.x, 0, rows, out=into_x if count == length else into_x[:count])
+        torch.index_select(records.y, 0, rows, out=into_y if count == length else into_y[:count])
     return x, y, torch.arange(length) < torch.tensor(size).unsqueeze(1) if padded else None
 
 
@@ -238,7 +237,8 @@ def _tried(model: Model) -> Path:
     for laid in (channels_last, Tensor.contiguous):
         try:
             book = Book(model.with_loss, model.own, laid)
-            tapes = [_written(model, book, weights, trial.x, trial.y) for trial in trials]
+            with Watch():
+                tapes = [_written(model, book, weights, trial.x, trial.y) for trial in trials]
             found = [tape.gradients() for tape in tapes]
             for trial, gradients in zip(trials, found, strict=True):
                 rows = trial.y.shape[1]

@@ -12,7 +12,7 @@ import torch
 from dp_accounting import DpEvent, SelfComposedDpEvent
 from torch import Tensor
 
-from fairveil.privacy.gradients import clipped_sums, padded_length
+from fairveil.privacy.gradients import clipped_sums, path_of
 from fairveil.privacy.mechanisms import Client, grid, noise_std, sampled_gaussian
 from fairveil.privacy.release import MINT, Release
 
@@ -84,6 +84,7 @@ def train(mechanisms: Sequence[NoisyTraining], clients: Sequence[Client]) -> lis
         For each the release of "update" (p,), and diagnostics that stay in the simulation.
     """
     model = clients[0].model
+    path = path_of(model)
     start = torch.stack([client.inputs["model"] for client in clients])
     weights = start.clone()
     runners = [_Runner(number, *pair) for number, pair in enumerate(zip(mechanisms, clients, strict=True))]
@@ -91,7 +92,7 @@ def train(mechanisms: Sequence[NoisyTraining], clients: Sequence[Client]) -> lis
 
     def draw(runner: _Runner) -> None:
         if runner.draw():
-            waiting[padded_length(model, len(runner.batch)), runner.mechanism.clip_norm].append(runner)
+            waiting[path.padded(len(runner.batch)), runner.mechanism.clip_norm].append(runner)
 
     for runner in runners:
         draw(runner)
