@@ -22,6 +22,7 @@ NAMES = {
     "plain_default_layout": "not private, default layout",
     "plain_in_out": "not private, clients batched, weights (in, out)",
     "plain_out_in": "not private, clients batched, weights (out, in)",
+    "by_hand": "not private, clients batched, gradients written out by hand",
     "opacus_loop": "bare loop with Opacus",
     "flower": "Flower simulation with Opacus",
 }
@@ -95,8 +96,9 @@ def step_section(step: Any) -> list[str]:
         "## One private step", "",
         f"Samples per second on one thread, batches of {step['batch']}: gather the batch, forward, clipped gradient of "
         "each record, noise, update. The small models train several clients at once (fairveil and the control that is "
-        "not private, which is written by hand in batched products) or one after the other (the others). The fastest "
-        "step that is not private is the baseline.", "",
+        "not private, in batched products by autograd) or one after the other (the others). The fastest step that is "
+        "not private is the baseline. For the small models there is one more row: the gradient of that very model "
+        "written out by hand and never stored, which no framework does for a user's module.", "",
     ]  # fmt: skip
     for name, found in step["models"].items():
         speeds, baseline = found["samples_per_second"], found["baseline"]
@@ -201,7 +203,7 @@ def method_section(results: dict[str, Any]) -> list[str]:
     lines = [
         "## How it was measured", "",
         "- Steps: competitors take turns within one process on one thread, all with the same records and the same "
-        "batches. Processor time is measured, which on one thread is the time on the clock of a quiet machine. The best "
+        "batches. Processor time is measured, which on one thread is the time on a quiet machine's clock. The best "
         "turn of each counts, since whatever disturbs a turn only slows it down.",
         *agreement(results.get("step")),
         "- Whole runs: one after the other, the best of the repeats of each.",

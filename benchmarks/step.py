@@ -30,6 +30,7 @@ keep_memory()  # as the workers of the engine do; it helps all competitors
 
 PLAIN_IMAGES = {"plain_channels_last": c.PlainChannelsLast, "plain_default_layout": c.Plain}
 PLAIN_BATCHED = {"plain_in_out": c.PlainBatched, "plain_out_in": c.PlainBatchedTransposed}
+BY_HAND = {"by_hand": c.PlainByHand}  # beside the baseline, for who wants to know what autograd costs
 PRIVATE = {"opacus_hooks": c.OpacusHooks, "opacus_ghost": c.OpacusGhost, "vmap": c.Vmap, "fairveil": c.Fairveil}
 PEAK = 2048  # rows of the square matrices whose product shows what the processor can do
 AGREED = 0.01  # fairveil clips to 0.4% less than its bound, to have room for rounding; a mistake is larger
@@ -110,7 +111,8 @@ def measure(name: str, *, quick: bool) -> dict[str, Any]:
         del private["opacus_ghost"], private["vmap"]
         plain.pop("plain_default_layout", None)
     gaps, left_out = ({}, {}) if quick else compared(workload)
-    rivals = {label: build for label, build in {**plain, **private}.items() if label not in left_out}
+    extra = BY_HAND if workload.plain is PLAIN_BATCHED and not quick else {}
+    rivals = {label: build for label, build in {**plain, **extra, **private}.items() if label not in left_out}
     steps = {label: build(task).step for label, build in rivals.items()}
     steps["fairveil_without_noise"] = c.Fairveil(silent).step
     matrix = torch.rand(PEAK, PEAK)

@@ -123,6 +123,7 @@ def _called(
             every sum is rounded anew, so these are float64.
     """
     x, y, present = _gathered([(records[client], rows) for client, rows in parts], length)
+    x, y = x.to(weights.device), y.to(weights.device)
     if path.book is None:
         return _by_vmap(model, weights[0], x[0], y[0], clip_norm)
     try:
