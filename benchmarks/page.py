@@ -42,10 +42,10 @@ OVERHEAD_TARGET = 0.3  # milliseconds per client
 # Why a target is missed, if it is: what the profiles below show, in words.
 REASONS = {
     ("cnn", "vs_plain"): (
-        "the cnn beside plain SGD: what a plain step spends on weight gradients (a quarter of it) a private one spends on "
-        "a gradient for each record, as batched products that take half as long again; norms, clipped sums and about a "
-        "hundred small operations come on top. Forward and the gradients of activations, two thirds of either step, are "
-        "the same in both."
+        "the cnn beside plain SGD: what a plain step spends on weight gradients (a quarter of it) a private one "
+        "spends on a gradient for each record, as batched products that take half as long again; norms, clipped "
+        "sums and about a hundred small operations come on top. Forward and the gradients of activations, two "
+        "thirds of either step, are the same in both."
     ),
     ("logistic", "vs_plain"): (
         "logistic regression beside the batched control: a step of 20 clients takes about a millisecond, in which "
@@ -53,8 +53,9 @@ REASONS = {
         "themselves, and the module runs unmodified, in its own layout, through autograd; noise takes a tenth."
     ),
     ("mlp", "vs_plain"): (
-        "the mlp beside the batched control: noise, at 1.4 ns for each of 100,000 parameters and step, takes a third. The "
-        "rest goes to the gather by client, to norms, and to sums that are written out so that noise can be added."
+        "the mlp beside the batched control: noise, at 1.4 ns for each of 100,000 parameters and step, takes a "
+        "third. The rest goes to the gather by client, to norms, and to sums that are written out so that noise "
+        "can be added."
     ),
 }
 INTRODUCTION = """\
