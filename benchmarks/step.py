@@ -117,7 +117,7 @@ def measure(name: str, *, quick: bool) -> dict[str, Any]:
     steps["fairveil_without_noise"] = c.Fairveil(silent).step
     matrix = torch.rand(PEAK, PEAK)
     steps["sgemm"] = lambda: matrix @ matrix
-    times = take_turns(steps, turns=6 if quick else 15, seconds=0.2 if quick else 0.5)
+    times = take_turns(steps, turns=6, seconds=0.2)
     peak = 2 * PEAK**3 / min(times.pop("sgemm"))
     samples = workload.clients * c.BATCH
     speed = {label: samples / min(turns) for label, turns in times.items()}
