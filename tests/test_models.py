@@ -287,3 +287,10 @@ def test_a_client_without_test_records_is_not_scored(classes: int) -> None:
     model = ModelSpec("linear", (2,), classes).build()
     nothing = torch.zeros(0, dtype=torch.int64 if classes else torch.float32)
     assert scored(model, model.initial(Stream(0)), torch.zeros(0, 2), nothing) == {"n": 0.0}
+
+
+def test_trying_a_model_leaves_the_global_generator_alone() -> None:
+    """Its records come from a generator of their own: the same trial each time, and no draw of the user's."""
+    before = torch.random.get_rng_state()
+    path_of(ModelSpec("linear", (6,), 0).build())
+    assert torch.equal(before, torch.random.get_rng_state())

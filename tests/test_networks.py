@@ -17,7 +17,7 @@ from fairveil.data.federation import Records
 from fairveil.errors import UserError
 from fairveil.models import MODELS, Model, ModelSpec
 from fairveil.networks import LSTM
-from fairveil.privacy.gradients import clipped_sums, path_of, record_gradients
+from fairveil.privacy.gradients import ROUNDING, clipped_sums, path_of, record_gradients
 from fairveil.streams import Stream
 
 SMALL = {
@@ -243,8 +243,8 @@ def test_clipping_bounds_the_hinge_gradient() -> None:
     weights = torch.tensor([[1.0, -1.0, 0.0]])
     found = clipped_sums(model, weights, [Records(x, y)], [torch.arange(2)], clip_norm=1.0)
     length = math.sqrt(26)  # the first has f = -1: its gradient is -(3, 4, 1); the second has f = 100
-    expected = [-3 / length, -4 / length, -1 / length]  # to the hair by which a record is kept below its bound
-    assert found.total[0].numpy() == pytest.approx(expected, rel=0.01)
+    expected = [ROUNDING * part / length for part in (-3, -4, -1)]  # a hair below the bound
+    assert found.total[0].numpy() == pytest.approx(expected, abs=1e-5)
     assert found.clipped == 1
 
 

@@ -236,7 +236,7 @@ class LSTM(nn.Module):
 class LSTMLayer(nn.Module):
     """One layer of Hochreiter and Schmidhuber, "Long Short-Term Memory" (1997), with the forget gate of Gers et al.
 
-    It is made of plain linear layers, since torch.func.vmap cannot follow nn.LSTM. The bias of the forget gate starts
+    It is made of plain linear layers, so that book-keeping can follow it. The bias of the forget gate starts
     at 1, so that the first steps remember (Jozefowicz et al., "An Empirical Exploration of Recurrent Network
     Architectures", 2015).
     """

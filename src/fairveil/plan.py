@@ -75,7 +75,7 @@ class Plan:
         """What the user may want to know beforehand: that the model will be slow, and why."""
         obstacle = path_of(self.model).obstacle if self.algorithm.unit == "record" else None
         return obstacle and (
-            "Per-record gradients of this model go through torch.func.vmap, which is several times slower: there is no "
+            "Per-record gradients of this model go through torch.func.vmap, the slower way: there is no "
             f"rule for {obstacle}."
         )
 

@@ -239,8 +239,9 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> None:
 
 def _engine(plan: Plan, store: Store, federation: Federation) -> LocalEngine:
     spec, engine = plan.config.model_spec(federation), plan.config.engine
-    # client-level tasks take one client after the other, and their models need no per-record gradients
-    block = engine.block or (best_block(plan.model) if plan.algorithm.unit == "record" else 8)
+    block = engine.block
+    if block is None and plan.algorithm.unit == "record":  # client-level tasks take one client after the other
+        block = best_block(plan.model)
     return LocalEngine(federation, spec, root=_root(plan, store), workers=engine.workers, block=block)
 
 

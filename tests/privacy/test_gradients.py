@@ -115,4 +115,4 @@ def test_the_bound_holds_for_long_sums_of_aligned_gradients() -> None:
     x, y = torch.ones(100_000, 1), torch.full((100_000,), -30.0)
     whole = clipped_sum(model, torch.zeros(2), Records(x, y), 0.3).total
     moved = whole - clipped_sum(model, torch.zeros(2), Records(x[1:], y[1:]), 0.3).total
-    assert 0.298 < torch.linalg.vector_norm(moved) <= 0.3
+    assert 0.2988 < torch.linalg.vector_norm(moved) <= 0.3

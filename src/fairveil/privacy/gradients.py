@@ -1,7 +1,7 @@
 """Per-record clipped gradient sums: the one place where a record meets its bound.
 
-Two ways lead to them. Book-keeping (see bookkeeping.py) is about as fast as training without privacy; it knows the
-usual layers. vmap is slower and knows nearly all. Which one a model takes is found out once, by trying it, and
+Two ways lead to them. Book-keeping (see bookkeeping.py) is the faster one and knows the usual layers; vmap knows
+nearly all. Which one a model takes is found out once, by trying it, and
 whichever it is has agreed with plain autograd on each record alone; a model on which they disagree is refused.
 """
 
@@ -33,7 +33,8 @@ MICRO_BATCH, MICRO_NUMBERS = 128, 1 << 26
 GRAIN = 8  # batches of small models are padded to a multiple of this, so that clients can share a call
 # A record is clipped to a little less than its bound, since sums of float32 numbers are rounded. The sum of 128
 # vectors of length c is off by at most 128^2 c / 2^24 = c / 1024; so are those with and without the record. The rest
-# is for the last bits of a record's own gradient, which depend on the records beside it.
+# is for what is not proved: sums of products over many positions, and the last bits of a record's own gradient, which
+# depend on how many records are beside it. Where these bits are all there is, it is not enough: see sharp-edges.md.
 ROUNDING = 1 - 2**-8
 
 
@@ -57,7 +58,7 @@ class Path:
     Attributes:
         book: if book-keeping can follow the model; else vmap does.
         obstacle: why it cannot, in words.
-        numbers: held for one record, besides its activations.
+        numbers: held for one record: what its layers write down, and its gradients.
         grain: batches are padded to a multiple of this.
         together: whether several clients may share a call: the result must be the same to the last bit.
     """
@@ -304,7 +305,10 @@ def _records(model: Model, rows: int, random: torch.Generator) -> tuple[Tensor, 
     ones in another way or order. (Of images zeros would leave parts without variance, which GroupNorm blows up.)
     """
     spec, count = model.spec, math.prod(model.spec.features)
-    y = torch.randint(spec.classes, (2, rows), generator=random) if spec.classes else torch.randn(2, rows)
+    if spec.classes:
+        y = torch.randint(spec.classes, (2, rows), generator=random)
+    else:
+        y = torch.randn(2, rows, generator=random)
     x = 2 * torch.randn(2, rows, count, generator=random)
     if len(spec.features) < 3:
         length = (0.4 + 0.6 * torch.rand(2, rows, 1, generator=random)) * count
