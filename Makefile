@@ -6,7 +6,7 @@ BIN := .venv/bin
 install: .venv/installed
 
 # torch first and pinned: a range would pull several gigabytes of CUDA. The rest as resolved in requirements.lock.
-.venv/installed: pyproject.toml requirements.lock setup.py src/fairveil/_noise.c
+.venv/installed: pyproject.toml requirements.lock setup.py $(wildcard src/fairveil/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fairveil needs Python 3.11 or newer")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0

@@ -31,6 +31,7 @@ from fairveil.options import shown
 from fairveil.plugins import load_object
 from fairveil.streams import Stream
 
+LANES = 16  # float32 numbers in a vector of the processor, at most
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -289,8 +290,21 @@ class _Scored(nn.Module):
         if hasattr(self.module, "record_losses"):
             return output, self.module.record_losses(output, y)  # type: ignore[operator]
         if self.classes:
-            return output, F.cross_entropy(output, y, reduction="none")
+            return output, _cross_entropies(output, y)
         return output, 0.5 * (output.squeeze(-1) - y).square()
+
+
+def _cross_entropies(output: Tensor, y: Tensor) -> Tensor:
+    """Of each record (n,).
+
+    torch's softmax is slow along an axis that does not fill a vector of the processor. Then the records fill it: whole
+    vectors of them, since those left over would be rounded in another way, and their number is none of a record's
+    business.
+    """
+    if output.shape[-1] > LANES:
+        return F.cross_entropy(output, y, reduction="none")
+    columns = F.pad(output.mT, (0, -len(y) % LANES)) if len(y) % LANES else output.mT
+    return F.nll_loss(columns.log_softmax(dim=0)[:, : len(y)].mT, y, reduction="none")
 
 
 def check_model(name: str, options: Mapping[str, Any]) -> Callable[..., nn.Module]:

@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from fairveil.errors import UserError
 from fairveil.options import shown
 from fairveil.privacy.bookkeeping import Book, NoRule, Tape, Watch
-from fairveil.privacy.layers import Convolution, Gradients, channels_last
+from fairveil.privacy.layers import TINY, Convolution, Gradients, channels_last
 
 if TYPE_CHECKING:
     from fairveil.data.federation import Records
@@ -91,14 +93,17 @@ def clipped_sums(
     at_once = max(1, min(MICRO_BATCH, MICRO_NUMBERS // path.numbers))
     calls: dict[tuple[int, bool], list[tuple[int, Tensor]]] = defaultdict(list)  # micro-batches that may share a call
     for client, rows in enumerate(drawn):
-        long = len(rows) > at_once
-        for part in rows.split(at_once) if long else [rows] * (len(rows) > 0):
-            calls[path.padded(len(part)), long].append((client, part))
+        count = rows.shape[0]
+        if count > at_once:
+            for part in rows.split(at_once):
+                calls[path.padded(part.shape[0]), True].append((client, part))
+        elif count:
+            calls[path.padded(count), False].append((client, rows))
     groups = []
     for (length, long), parts in calls.items():
         many = max(1, MICRO_NUMBERS // (length * path.numbers)) if path.together else 1
         groups += [(length, long, parts[first : first + many]) for first in range(0, len(parts), many)]
-    if len(groups) == 1 and [client for client, _ in groups[0][2]] == list(range(len(weights))):
+    if len(groups) == 1 and len(groups[0][2]) == len(drawn) and not groups[0][1]:
         return _called(model, path, weights, records, *groups[0], clip_norm)  # as it mostly is: nothing to add up
     exact = path.book is None or any(long for _, long, _ in groups)
     total = torch.zeros_like(weights, dtype=torch.float64 if exact else weights.dtype)
@@ -138,16 +143,37 @@ def _called(
 
 
 def _gathered(parts: Sequence[tuple[Records, Tensor]], length: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The records (clients, length, ...), padded with zeros, their targets, and which rows are records; None: all."""
-    first = parts[0][0]
-    size = [len(rows) for _, rows in parts]
-    padded = min(size) < length
-    made = Tensor.new_zeros if padded else Tensor.new_empty
-    x, y = (made(t, (len(parts), length, *t.shape[1:])) for t in (first.x, first.y))
-    for (records, rows), count, into_x, into_y in zip(parts, size, x.unbind(), y.unbind(), strict=True):
-        torch.index_select(records.x, 0, rows, out=into_x if count == length else into_x[:count])
-        torch.index_select(records.y, 0, rows, out=into_y if count == length else into_y[:count])
-    return x, y, torch.arange(length) < torch.tensor(size).unsqueeze(1) if padded else None
+    """The records (clients, length, ...), their targets, and which of them count; None: all.
+
+    The others are there to make all batches equally long: they repeat a record of their client, with no weight.
+    """
+    drawn = [rows for _, rows in parts]
+    size = [rows.shape[0] for rows in drawn]
+    present = None
+    if min(size) == length:
+        index = torch.stack(drawn)
+    else:
+        present = torch.arange(length) < torch.tensor(size).unsqueeze(1)
+        index = torch.zeros(present.shape, dtype=torch.int64).masked_scatter_(present, torch.cat(drawn))
+    return _picked([records.x for records, _ in parts], index), _picked([records.y for records, _ in parts], index), present
+
+
+def _picked(sources: Sequence[Tensor], index: Tensor) -> Tensor:
+    """Rows (clients, length) of each client's tensor; all at once, if these lie in one piece of memory."""
+    first, shape = sources[0], sources[0].shape[1:]
+    storage, size = first.untyped_storage(), max(shape.numel(), 1)
+    place = storage.data_ptr()
+    starts = [s.storage_offset() for s in sources if s.untyped_storage().data_ptr() == place and s.is_contiguous()]
+    shift = starts[0] % size if starts else 0
+    if len(starts) == len(sources) and all(start % size == shift for start in starts):
+        rows = (storage.nbytes() // first.element_size() - shift) // size
+        together = first.as_strided((rows, *shape), first.stride(), shift)
+        moved = index + torch.tensor([start // size for start in starts]).unsqueeze(1)
+        return together.index_select(0, moved.view(-1)).view(*index.shape, *shape)
+    picked = first.new_empty((*index.shape, *shape))
+    for source, mine, into in zip(sources, index.unbind(), picked.unbind(), strict=True):
+        torch.index_select(source, 0, mine, out=into)
+    return picked
 
 
 def _by_book(
@@ -156,28 +182,28 @@ def _by_book(
 ) -> ClippedSums:  # fmt: skip
     """One call of the fast path: weights (clients, p), x (clients, length, ...); sums are made in this type."""
     gradients = _written(model, book, weights, x, y).gradients()
-    norm = _norms(gradients, y.numel()).view(y.shape)
-    factor, exceeded = (clip_norm * ROUNDING / norm).clamp_(max=1.0), norm > clip_norm
-    if present is not None:
-        present = present.to(weights.device)
-        factor, exceeded = factor.where(present, 0.0), exceeded & present
-    not_finite = torch.zeros(len(weights), dtype=torch.int64, device=weights.device)
+    # In numpy: a few hundred numbers take it less time than torch takes to begin.
+    norm = _norms(gradients, y.numel()).reshape(y.shape)
+    counts = np.ones(norm.shape, bool) if present is None else present.numpy()
     # A norm so far above the bound would need a factor that float32 has no digits for: it is as good as infinite.
-    if not norm.max() <= clip_norm * 2.0**100:
-        bad = ~(norm <= clip_norm * 2.0**100)
-        factor, exceeded = factor.where(~bad, 0.0), exceeded & ~bad
-        not_finite = (bad if present is None else bad & present).sum(dim=1)
-        gradients = {name: one.without(bad.flatten()) for name, one in gradients.items()}
+    finite = norm <= clip_norm * 2.0**100
+    used = counts & finite
+    factor = np.where(used, np.minimum(clip_norm * ROUNDING / norm, 1.0), 0.0)
+    if not finite.all():
+        bad = torch.from_numpy(~finite).to(weights.device).flatten()
+        gradients = {name: one.without(bad) for name, one in gradients.items()}
     made = torch.empty_like if len(gradients) == len(model.names) else torch.zeros_like
     total = made(weights, dtype=dtype)
-    _summed(model, gradients, factor.to(dtype), total)
-    return ClippedSums(total, exceeded.sum(dim=1), not_finite)
+    _summed(model, gradients, torch.from_numpy(factor).to(weights.device, dtype), total)
+    clipped, not_finite = (norm > clip_norm) & used, counts & ~finite
+    return ClippedSums(total, *(torch.from_numpy(which.sum(axis=1)) for which in (clipped, not_finite)))
 
 
-def _norms(gradients: Mapping[str, Gradients], records: int) -> Tensor:
-    """The norm of each record's gradient over all parameters (records,), float64."""
-    norms = [one.norms() for one in gradients.values()] or [torch.zeros(1, records)]
-    return torch.cat(norms).double().square_().sum(dim=0).sqrt_()
+def _norms(gradients: Mapping[str, Gradients], records: int) -> NDArray[np.float64]:
+    """The norm of each record's gradient over all parameters (records,)."""
+    norms = [one.norms() for one in gradients.values()] or [torch.full((1, records), TINY)]
+    with np.errstate(over="ignore"):
+        return np.sqrt(np.square(torch.cat(norms).cpu().numpy(), dtype=np.float64).sum(axis=0))
 
 
 def _summed(model: Model, gradients: Mapping[str, Gradients], factor: Tensor, total: Tensor) -> Tensor:
@@ -246,7 +272,7 @@ def _tried(model: Model) -> Path:
                 rows = trial.y.shape[1]
                 only = torch.eye(rows).unsqueeze(1).expand(-1, 2, -1)  # one record of each client at a time
                 sums = [_summed(model, gradients, factor, torch.zeros_like(weights)) for factor in only]
-                _must_agree(model, torch.stack(sums, dim=1), trial, _norms(gradients, 2 * rows).view(2, rows))
+                _must_agree(model, torch.stack(sums, dim=1), trial, torch.from_numpy(_norms(gradients, 2 * rows)).view(2, rows))
         except UserError:
             raise
         except Exception as error:  # whatever a module does with stand-ins that no rule foresaw
