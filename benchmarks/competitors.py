@@ -19,7 +19,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from fairveil.data.federation import Records
+from fairveil.data.federation import Records, side_by_side
 from fairveil.models import Model, ModelSpec
 from fairveil.privacy.gradients import clipped_sums
 from fairveil.streams import Stream
@@ -249,7 +249,7 @@ class Fairveil:
         self.model: Model = task.spec.build()
         start = self.model.flatten(task.module())
         self.current = start.expand(task.clients, -1).clone()
-        self.records = [Records(x, y) for x, y in zip(task.x, task.y, strict=True)]
+        self.records = side_by_side([Records(x, y) for x, y in zip(task.x, task.y, strict=True)])
         self.batches: Iterator[Sequence[Tensor]] = itertools.cycle([list(rows) for rows in task.rows])
         self.streams = [Stream("benchmark", "noise", client) for client in range(task.clients)]
         self.std = CLIP_NORM * task.noise_multiplier

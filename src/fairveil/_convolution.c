@@ -2,6 +2,8 @@
 
        out[n, r, s, c, o] = sum over i, j of x[n, i sh + r dh, j sw + s, c] g[n, i, j, o]
 
+   and out[n, ...] has a companion for the bias: sums[n, o] = sum over i, j of g[n, i, j, o].
+
    The channels are last, so x along (s, c) is one run of numbers. A block of some kernel rows by some numbers of the run
    by some vectors of outputs stays in registers while all positions are added up. Where an axis is no multiple of the
    block, the last block overlaps the one before and writes the same numbers again. Every record is worked on alone: its
@@ -25,18 +27,23 @@ enum { POSITIONS = 1024 }; /* that float32 adds up at a stretch: rounding grows 
 /* One record. Distances are in numbers. */
 typedef struct {
     const float *x, *g; /* x with its margins */
-    float *out;
+    float *out, *sums;
     long height, width;         /* of g */
     long outputs, run, kernels; /* o, kw c, kh */
     long down, right;           /* from a position to the next below or beside, in x */
     long row;                   /* from one kernel row to the next, in x */
 } record;
 
+/* Over a length in steps, the last one as far back as it must be. */
+#define EACH(at, step, all) \
+    for (long at = 0, left = (all); left > 0; left -= (step), at = left < (step) ? (all) - (step) : at + (step))
+
 #define JOINED(a, b) a##b
 #define NAMED(a, b) JOINED(a, b)
 #define HALF(vector) NAMED(vector, _half)
 #define DOUBLE(vector) NAMED(vector, _double)
 #define BLOCK(vector) NAMED(vector, _block)
+#define SUMS(vector) NAMED(vector, _sums)
 #define LENGTH(vector) NAMED(vector, _length)
 
 #define VECTOR wide
@@ -47,11 +54,7 @@ typedef struct {
 #define LANES 8
 #include "_convolution.h"
 
-/* Over a length in steps, the last one as far back as it must be. */
-#define EACH(at, step, all) \
-    for (long at = 0, left = (all); left > 0; left -= (step), at = left < (step) ? (all) - (step) : at + (step))
-
-/* Write one record's gradient, and return its length. */
+/* Write one record's gradient and sums, and return the length of the former. */
 #define FORM(TARGET, VECTOR, LANES, ROWS, COLUMNS, VECTORS)                                                   \
     __attribute__((target(TARGET))) static double VECTOR##_##ROWS##_##COLUMNS##_##VECTORS(const record *of) { \
         EACH(o, LANES *VECTORS, of->outputs) {                                                               \
@@ -59,6 +62,7 @@ typedef struct {
                 EACH(k, COLUMNS, of->run) { VECTOR##_block(of, ROWS, COLUMNS, VECTORS, r, k, o); }             \
             }                                                                                                \
         }                                                                                                    \
+        VECTOR##_sums(of);                                                                                   \
         return VECTOR##_length(of->out, of->kernels * of->run * of->outputs);                                \
     }
 #define WIDE(...) FORM("avx512f", wide, 16, __VA_ARGS__)
@@ -124,8 +128,9 @@ static const form *best_form(int level, const record *of) {
 }
 
 PyDoc_STRVAR(gradients_doc,
-             "gradients(x, g, out, lengths, stride, padding, dilation, level)\n--\n\n"
-             "Write the gradient of each record into out (n, kh, kw, c, o), and its length into lengths (n,).\n\n"
+             "gradients(x, g, out, sums, lengths, stride, padding, dilation, level)\n--\n\n"
+             "Write the gradient of each record into out (n, kh, kw, c, o), its length into lengths (n,), and the\n"
+             "gradient of the bias into sums (n, o).\n\n"
              "x is (n, H, W, c), g (n, h, w, o), both float32; stride and padding are pairs, dilation is that of kernel\n"
              "rows (that along a row is 1). Level 1 is AVX2, 2 AVX-512. Whether there is a form for these shapes is\n"
              "returned: if not, nothing is written.");
@@ -150,28 +155,31 @@ static void work(const form *with, record of, long records, const float *x, cons
         lengths[n] = with->run(&of);
         of.g += of.height * of.width * of.outputs;
         of.out += of.kernels * of.run * of.outputs;
+        of.sums += of.outputs;
     }
 }
 
 static PyObject *gradients(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *array[4], *result = NULL;
-    Py_buffer x, g, out, lengths;
+    PyObject *array[5], *result = NULL;
+    Py_buffer x, g, out, sums, lengths;
     long sh, sw, above, beside, dilation;
     int level;
-    if (!PyArg_ParseTuple(args, "OOOO(ll)(ll)li", &array[0], &array[1], &array[2], &array[3], &sh, &sw, &above, &beside,
-                          &dilation, &level))
+    if (!PyArg_ParseTuple(args, "OOOOO(ll)(ll)li", &array[0], &array[1], &array[2], &array[3], &array[4], &sh, &sw,
+                          &above, &beside, &dilation, &level))
         return NULL;
     if (!get(array[0], &x, 4, "f", 0)) return NULL;
     if (!get(array[1], &g, 4, "f", 0)) goto x_only;
     if (!get(array[2], &out, 5, "f", 1)) goto x_and_g;
-    if (!get(array[3], &lengths, 1, "d", 1)) goto all_but_lengths;
+    if (!get(array[3], &sums, 2, "f", 1)) goto x_g_and_out;
+    if (!get(array[4], &lengths, 1, "d", 1)) goto all_but_lengths;
     const Py_ssize_t *image = x.shape, *back = g.shape, *to = out.shape, n = image[0];
     const long high = image[1] + 2 * above, across = image[2] + 2 * beside, c = image[3];
-    const record of = {NULL,  g.buf,     out.buf, back[1],       back[2], to[4],
-                       to[2] * c, to[1], sh * across * c, sw * c, dilation * across * c};
+    const record of = {NULL,  g.buf, out.buf,   sums.buf, back[1],         back[2],
+                       to[4], to[2] * c, to[1], sh * across * c, sw * c, dilation * across * c};
     if (level < 0 || level > best_level()) {
         PyErr_SetString(PyExc_ValueError, "this processor has no such level");
-    } else if (back[0] != n || to[0] != n || lengths.shape[0] != n || to[3] != c || back[3] != to[4] || sh < 1 || sw < 1 ||
+    } else if (back[0] != n || to[0] != n || lengths.shape[0] != n || to[3] != c || back[3] != to[4] ||
+               sums.shape[0] != n || sums.shape[1] != to[4] || sh < 1 || sw < 1 ||
                above < 0 || beside < 0 || dilation < 1 || back[1] < 1 || back[2] < 1 || to[1] < 1 || to[2] < 1 ||
                (back[1] - 1) * sh + (to[1] - 1) * dilation >= high || (back[2] - 1) * sw + to[2] > across) {
         PyErr_SetString(PyExc_ValueError, "these shapes do not go together");
@@ -192,6 +200,8 @@ static PyObject *gradients(PyObject *Py_UNUSED(module), PyObject *args) {
     }
     PyBuffer_Release(&lengths);
 all_but_lengths:
+    PyBuffer_Release(&sums);
+x_g_and_out:
     PyBuffer_Release(&out);
 x_and_g:
     PyBuffer_Release(&g);

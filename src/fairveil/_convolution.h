@@ -33,6 +33,19 @@ INLINE void BLOCK(VECTOR)(const record *of, const int rows, const int length, co
     }
 }
 
+/* The sums over all positions, those of a row first. */
+INLINE void SUMS(VECTOR)(const record *of) {
+    EACH(o, LANES, of->outputs) {
+        VECTOR all = {0};
+        for (long i = 0; i < of->height; i++) {
+            VECTOR row = {0};
+            for (long j = 0; j < of->width; j++) row += *(const VECTOR *)(of->g + (i * of->width + j) * of->outputs + o);
+            all += row;
+        }
+        *(VECTOR *)(of->sums + o) = all;
+    }
+}
+
 /* In float64, where no square of a float32 vanishes or overflows. */
 INLINE double LENGTH(VECTOR)(const float *values, long count) {
     DOUBLE(VECTOR) sum[4] = {0};

@@ -95,7 +95,8 @@ class Model:
         self.own = dict(named)  # the module's trainable parameters themselves
         self.names = list(self.own)
         self.shapes = [tuple(p.shape) for _, p in named]
-        self.parameters = sum(p.numel() for _, p in named)
+        self._sizes = [p.numel() for _, p in named]
+        self.parameters = sum(self._sizes)
         self._check_output()
         self.with_loss = _Scored(self.module, spec.classes)
         if hasattr(self.module, "record_losses"):
@@ -113,7 +114,7 @@ class Model:
 
     def unflatten(self, weights: Tensor) -> dict[str, Tensor]:
         """Views of flat vectors (..., p) under the module's own names, each (..., *shape)."""
-        parts = weights.split([math.prod(shape) for shape in self.shapes], dim=-1)
+        parts = weights.split_with_sizes(self._sizes, dim=-1)
         many = weights.shape[:-1]
         return {n: part.view((*many, *shape)) for n, part, shape in zip(self.names, parts, self.shapes, strict=True)}
 
@@ -284,10 +285,11 @@ class _Scored(nn.Module):
     def __init__(self, module: nn.Module, classes: int) -> None:
         super().__init__()
         self.module, self.classes = module, classes
+        self.has_own_loss = hasattr(module, "record_losses")
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         output = self.module(x)
-        if hasattr(self.module, "record_losses"):
+        if self.has_own_loss:
             return output, self.module.record_losses(output, y)  # type: ignore[operator]
         if self.classes:
             return output, _cross_entropies(output, y)

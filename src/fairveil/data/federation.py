@@ -7,8 +7,9 @@ A `Dataset` gives either a `Pool` (rows that belong to nobody yet: a split cuts 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -27,10 +28,12 @@ class Records:
     Attributes:
         x: (n, *features) float32.
         y: (n,) int64 labels, or float32 for regression.
+        within: the records that these are some of, and from which row on; None: they stand alone.
     """
 
     x: Tensor
     y: Tensor
+    within: tuple[Records, int] | None = None
 
     def __post_init__(self) -> None:
         if self.y.shape != self.x.shape[:1]:
@@ -45,6 +48,13 @@ class Records:
         """A copy of these rows (n,), in this order."""
         index = torch.from_numpy(rows)
         return Records(self.x[index], self.y[index])
+
+
+def side_by_side(several: Sequence[Records]) -> list[Records]:
+    """The same records, copied into one piece of memory: so those of all these clients can be gathered at once."""
+    together = Records(torch.cat([records.x for records in several]), torch.cat([records.y for records in several]))
+    starts = np.cumsum([0, *map(len, several)]).tolist()
+    return [Records(together.x[a:b], together.y[a:b], (together, a)) for a, b in itertools.pairwise(starts)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -142,68 +142,70 @@ def _called(
         ) from obstacle
 
 
-def _gathered(parts: Sequence[tuple[Records, Tensor]], length: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _gathered(parts: Sequence[tuple[Records, Tensor]], length: int) -> tuple[Tensor, Tensor, NDArray[np.bool_] | None]:
     """The records (clients, length, ...), their targets, and which of them count; None: all.
 
     The others are there to make all batches equally long: they repeat a record of their client, with no weight.
     """
-    drawn = [rows for _, rows in parts]
-    size = [rows.shape[0] for rows in drawn]
+    several, drawn = zip(*parts, strict=True)
+    size = np.array([rows.shape[0] for rows in drawn])
     present = None
-    if min(size) == length:
-        index = torch.stack(drawn)
+    if size.min() == length:
+        index = np.stack([rows.numpy() for rows in drawn])
     else:
-        present = torch.arange(length) < torch.tensor(size).unsqueeze(1)
-        index = torch.zeros(present.shape, dtype=torch.int64).masked_scatter_(present, torch.cat(drawn))
-    return _picked([records.x for records, _ in parts], index), _picked([records.y for records, _ in parts], index), present
+        present = np.arange(length) < size[:, None]
+        index = np.zeros(present.shape, np.int64)
+        index[present] = np.concatenate([rows.numpy() for rows in drawn])
+    x, y = _picked(several, index)
+    return x, y, present
 
 
-def _picked(sources: Sequence[Tensor], index: Tensor) -> Tensor:
-    """Rows (clients, length) of each client's tensor; all at once, if these lie in one piece of memory."""
-    first, shape = sources[0], sources[0].shape[1:]
-    storage, size = first.untyped_storage(), max(shape.numel(), 1)
-    place = storage.data_ptr()
-    starts = [s.storage_offset() for s in sources if s.untyped_storage().data_ptr() == place and s.is_contiguous()]
-    shift = starts[0] % size if starts else 0
-    if len(starts) == len(sources) and all(start % size == shift for start in starts):
-        rows = (storage.nbytes() // first.element_size() - shift) // size
-        together = first.as_strided((rows, *shape), first.stride(), shift)
-        moved = index + torch.tensor([start // size for start in starts]).unsqueeze(1)
-        return together.index_select(0, moved.view(-1)).view(*index.shape, *shape)
-    picked = first.new_empty((*index.shape, *shape))
-    for source, mine, into in zip(sources, index.unbind(), picked.unbind(), strict=True):
-        torch.index_select(source, 0, mine, out=into)
-    return picked
+def _picked(several: Sequence[Records], index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Rows (clients, length) of each client's records; all at once, if these lie side by side."""
+    whole = several[0].within and several[0].within[0]
+    starts = [records.within[1] for records in several if records.within and records.within[0] is whole]
+    if whole and len(starts) == len(several):
+        rows = torch.from_numpy(index + np.array(starts)[:, None]).flatten()
+        x, y = (t.index_select(0, rows).view(*index.shape, *t.shape[1:]) for t in (whole.x, whole.y))
+        return x, y
+    first = several[0]
+    x, y = (t.new_empty((*index.shape, *t.shape[1:])) for t in (first.x, first.y))
+    for records, mine, into_x, into_y in zip(several, torch.from_numpy(index), x.unbind(), y.unbind(), strict=True):
+        torch.index_select(records.x, 0, mine, out=into_x)
+        torch.index_select(records.y, 0, mine, out=into_y)
+    return x, y
 
 
 def _by_book(
-    model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor, present: Tensor | None, clip_norm: float,
+    model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor, present: NDArray[np.bool_] | None, clip_norm: float,
     dtype: torch.dtype,
 ) -> ClippedSums:  # fmt: skip
     """One call of the fast path: weights (clients, p), x (clients, length, ...); sums are made in this type."""
     gradients = _written(model, book, weights, x, y).gradients()
     # In numpy: a few hundred numbers take it less time than torch takes to begin.
     norm = _norms(gradients, y.numel()).reshape(y.shape)
-    counts = np.ones(norm.shape, bool) if present is None else present.numpy()
     # A norm so far above the bound would need a factor that float32 has no digits for: it is as good as infinite.
-    finite = norm <= clip_norm * 2.0**100
-    used = counts & finite
-    factor = np.where(used, np.minimum(clip_norm * ROUNDING / norm, 1.0), 0.0)
+    used = finite = norm <= clip_norm * 2.0**100
+    not_finite = np.zeros(len(norm), np.int64)
     if not finite.all():
         bad = torch.from_numpy(~finite).to(weights.device).flatten()
         gradients = {name: one.without(bad) for name, one in gradients.items()}
+        not_finite = (~finite if present is None else ~finite & present).sum(axis=1)
+    if present is not None:
+        used = finite & present
+    factor = np.where(used, np.minimum(clip_norm * ROUNDING / norm, 1.0), 0.0)
     made = torch.empty_like if len(gradients) == len(model.names) else torch.zeros_like
     total = made(weights, dtype=dtype)
     _summed(model, gradients, torch.from_numpy(factor).to(weights.device, dtype), total)
-    clipped, not_finite = (norm > clip_norm) & used, counts & ~finite
-    return ClippedSums(total, *(torch.from_numpy(which.sum(axis=1)) for which in (clipped, not_finite)))
+    clipped = ((norm > clip_norm) & used).sum(axis=1)
+    return ClippedSums(total, torch.from_numpy(clipped), torch.from_numpy(not_finite))
 
 
 def _norms(gradients: Mapping[str, Gradients], records: int) -> NDArray[np.float64]:
     """The norm of each record's gradient over all parameters (records,)."""
-    norms = [one.norms() for one in gradients.values()] or [torch.full((1, records), TINY)]
+    norms = [one.norms() for one in gradients.values()] or [torch.zeros(1, records)]
     with np.errstate(over="ignore"):
-        return np.sqrt(np.square(torch.cat(norms).cpu().numpy(), dtype=np.float64).sum(axis=0))
+        return np.sqrt(np.square(torch.cat(norms).cpu().numpy(), dtype=np.float64).sum(axis=0)) + TINY
 
 
 def _summed(model: Model, gradients: Mapping[str, Gradients], factor: Tensor, total: Tensor) -> Tensor:
@@ -251,9 +253,10 @@ def path_of(model: Model) -> Path:
     Raises:
         UserError: they cannot be had, or are not what autograd says.
     """
-    if model not in _PATHS:
-        _PATHS[model] = _tried(model)
-    return _PATHS[model]
+    path = _PATHS.get(model)
+    if path is None:
+        path = _PATHS[model] = _tried(model)
+    return path
 
 
 def _tried(model: Model) -> Path:

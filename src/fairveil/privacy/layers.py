@@ -25,6 +25,7 @@ else:
 # norms subtract large terms from each other: beyond this the rounding of float32 could hide a gradient of any length.
 CANCELLATION = 32.0
 TINY, LONG = 1e-15, 1 << 16  # what is added to a length; and how many squares float32 can add up
+FEW = 256  # numbers of a gradient for which a matrix product takes longer to begin than to do
 
 
 # ---- one gradient for each record ------------------------------------------------------------------
@@ -54,9 +55,11 @@ class Whole:
 
     def write_sum(self, total: Tensor, factor: Tensor) -> None:
         clients, rows = factor.shape
-        m, shape = len(self.pieces), self.pieces.shape[2:]
+        m, shape = self.pieces.shape[0], self.pieces.shape[2:]
         values = self.pieces.reshape(m * clients, rows, -1).to(factor.dtype)
-        if total.is_contiguous() and self.restore is _only:
+        if self.restore is _only and values.shape[2] <= FEW:
+            torch.sum(values * factor.unsqueeze(2), dim=1, out=total.view(clients, -1))
+        elif total.is_contiguous() and self.restore is _only:
             torch.bmm(factor.unsqueeze(1), values, out=total.view(clients, 1, -1))
         else:
             summed = torch.bmm((factor if m == 1 else factor.repeat(m, 1)).unsqueeze(1), values)
@@ -80,6 +83,7 @@ class Outer:
     x: Tensor
     g: Tensor
     restore: Callable[[Tensor], Tensor]
+    g_lengths: Tensor | None = None  # (n, t) if they are known
 
     def settled(self) -> Outer | Whole:
         """As whole gradients, if these take less work than products of positions with each other."""
@@ -92,7 +96,7 @@ class Outer:
 
     def norms(self) -> Tensor:
         """|sum g x'|^2 = sum over t, s of (x_t . x_s)(g_t . g_s)."""
-        terms = _lengths(self.x) * _lengths(self.g)
+        terms = _lengths(self.x) * (_lengths(self.g) if self.g_lengths is None else self.g_lengths)
         if self.x.shape[1] == 1:
             return terms.mT
         return _trusted(torch.bmm(self.x, self.x.mT).mul_(torch.bmm(self.g, self.g.mT)), terms)
@@ -100,7 +104,7 @@ class Outer:
     def write_sum(self, total: Tensor, factor: Tensor) -> None:
         clients, rows = factor.shape
         (_, t, i), o = self.x.shape, self.g.shape[2]
-        weighted = (self.g.reshape(clients, rows, t, o) * factor[:, :, None, None]).reshape(clients, rows * t, o)
+        weighted = (self.g.view(clients, rows, t * o) * factor.unsqueeze(2)).view(clients, rows * t, o)
         x = self.x.reshape(clients, rows * t, i).to(factor.dtype)
         if self.restore is _same and min(i, o) > 1:
             torch.bmm(weighted.mT, x, out=total.view(clients, o, i))  # spares a copy as large as the model
@@ -171,7 +175,8 @@ def joined(parts: Sequence[Gradients]) -> Gradients:
         return first.settled()
     if isinstance(first, Outer) and all(isinstance(p, Outer) and p.restore is first.restore for p in parts):
         outers = [part for part in parts if isinstance(part, Outer)]
-        return replace(first, x=torch.cat([p.x for p in outers], 1), g=torch.cat([p.g for p in outers], 1)).settled()
+        x, g = torch.cat([p.x for p in outers], 1), torch.cat([p.g for p in outers], 1)
+        return Outer(x, g, first.restore).settled()
     return Whole.of(torch.stack([part.whole().flatten(1) for part in parts]).sum(dim=0))
 
 
@@ -222,12 +227,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Layer:
-    """One use of one operation with parameters: computes it for every client, and writes down what it needs.
+    """One use of one operation with parameters: computes it for every client, and makes gradients of what it has seen.
 
     Attributes:
         names: of the parameters it takes, None where it takes none.
         clients: how many are folded into the batch axis.
-        x, g: what went in, and the gradient that came back.
+        x, g: what went in, and the gradient that came back, both without history.
     """
 
     def __init__(self, clients: int, names: Sequence[str | None], parameters: Sequence[Tensor | None]) -> None:
@@ -236,10 +241,7 @@ class Layer:
         self.g: Tensor | None = None  # stays None where the output does not touch the loss
 
     def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def backward(self, g: Tensor) -> Tensor:
-        """The gradient of the input."""
+        """Under autograd, for the gradient of x; parameters have none."""
         raise NotImplementedError
 
     def gradients(self, g: Tensor) -> list[tuple[str, Gradients]]:
@@ -260,27 +262,23 @@ class Linear(Layer):
     """F.linear on (n, ..., i): any positions between the record and the vector."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = x
         flat, bias = x.reshape(self.clients, -1, x.shape[-1]), self.parameters[1]
-        out = x.new_empty(*x.shape[:-1], self.weight.shape[1])  # no view: an activation may write into it in place
-        columns = out.view(self.clients, -1, out.shape[-1]).mT
-        # Weights on the left, and the small result transposed: a third faster than with transposed weights.
-        if bias is not None and min(self.weight.shape[1], *flat.shape[1:]) > 1:
-            columns.copy_(torch.baddbmm(bias.unsqueeze(2), self.weight, flat.mT))
-        else:
-            columns.copy_(_product(self.weight, flat.mT))
-            if bias is not None:
-                columns += bias.unsqueeze(2)
-        return out
-
-    def backward(self, g: Tensor) -> Tensor:
-        return _product(g.reshape(self.clients, -1, g.shape[-1]), self.weight).reshape(self.x.shape)
+        if bias is None or min(*flat.shape[1:], self.weight.shape[1]) == 1:
+            out = _product(flat, self.weight.mT)
+            out = out if bias is None else out + bias.unsqueeze(1)
+        elif x.requires_grad:
+            out = torch.baddbmm(bias.unsqueeze(1), flat, self.weight.mT)
+        else:  # Weights on the left are a third faster, but would give the gradient of x a layout that slows the rest.
+            out = torch.baddbmm(bias.unsqueeze(2), self.weight, flat.mT).mT.contiguous()
+        return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[2]))
 
     def gradients(self, g: Tensor) -> list[tuple[str, Gradients]]:
         g = g.reshape(len(g), -1, g.shape[-1]).contiguous()
         x = self.x.reshape(len(self.x), -1, self.x.shape[-1])
-        bias = g.squeeze(1) if g.shape[1] == 1 else g.sum(dim=1)
-        return self._named(lambda: Outer(x, g, _same), lambda: Whole.of(bias))
+        if g.shape[1] > 1:
+            return self._named(lambda: Outer(x, g, _same), lambda: Whole.of(g.sum(dim=1)))
+        lengths = _lengths(g)
+        return self._named(lambda: Outer(x, g, _same, lengths), lambda: Whole(g.transpose(0, 1), _only, lengths.squeeze(1)))
 
 
 class Convolution(Layer):
@@ -298,41 +296,44 @@ class Convolution(Layer):
         self.stride, self.padding, self.dilation, self.laid = stride, padding, dilation, laid
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = self.laid(x)
-        bias = self.parameters[1]
-        self.kernels = self.weight.unbind()
+        bias, images = self.parameters[1], self.laid(x)
         biases = [None] * self.clients if bias is None else bias.unbind()
-        each = zip(self._by_client(self.x), self.kernels, biases, strict=True)
-        return self._together([F.conv2d(*one, self.stride, self.padding, self.dilation) for one in each])
-
-    def backward(self, g: Tensor) -> Tensor:
-        each = zip(self._by_client(self.laid(g)), self._by_client(self.x), self.kernels, strict=True)
-        settings = (None, self.stride, self.padding, self.dilation, False, (0, 0), 1, (True, False, False))
-        return self._together([torch.ops.aten.convolution_backward(*one, *settings)[0] for one in each])
+        by_client = [images] if self.clients == 1 else images.chunk(self.clients)
+        each = zip(by_client, self.weight.unbind(), biases, strict=True)
+        outputs = [F.conv2d(*one, self.stride, self.padding, self.dilation) for one in each]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def gradients(self, g: Tensor) -> list[tuple[str, Gradients]]:
         positions = g.permute(0, 2, 3, 1)  # (n, height, width, o)
-        return self._named(lambda: self._kernel_gradients(positions), lambda: Whole.of(positions.sum(dim=(1, 2))))
+        kernel, bias = self._compiled(positions) or (None, None)
+        return self._named(
+            lambda: kernel or self._kernel_gradients(positions),
+            lambda: Whole.of(positions.sum(dim=(1, 2)) if bias is None else bias),
+        )
 
-    def _by_client(self, folded: Tensor) -> Sequence[Tensor]:
-        return [folded] if self.clients == 1 else folded.chunk(self.clients)
+    def _few(self, g: Tensor) -> bool:
+        """Whether products of positions with each other take less work than whole gradients."""
+        t, o, i = g.shape[1:3].numel(), g.shape[3], self.weight[0, 0].numel()
+        return t == 1 or t * (i + o) <= i * o
 
-    @staticmethod
-    def _together(outputs: list[Tensor]) -> Tensor:
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    def _compiled(self, g: Tensor) -> tuple[Whole, Tensor] | None:
+        """The gradients of the kernel and of the bias (n, o), by the compiled kernel; None: it has no such form."""
+        o, c, kh, kw = self.weight.shape[1:]
+        simple = self.dilation[1] == 1 and g.device.type == "cpu" and g.dtype == torch.float32
+        if not LEVEL or not simple or self._few(g):
+            return None
+        n = g.shape[0]
+        values, bias, lengths = g.new_empty(n, kh, kw, c, o), g.new_empty(n, o), g.new_empty(n, dtype=torch.float64)
+        arrays = (t.numpy() for t in (self.x.permute(0, 2, 3, 1).contiguous(), g.contiguous(), values, bias, lengths))
+        if not _convolution.gradients(*arrays, self.stride, self.padding, self.dilation[0], LEVEL):
+            return None
+        return Whole(values.unsqueeze(0), lambda v: v[0].permute(0, 4, 3, 1, 2), lengths), bias
 
     def _kernel_gradients(self, g: Tensor) -> Gradients:
         """For g (n, height, width, o)."""
         o, c, kh, kw = self.weight.shape[1:]
         n, height, width = g.shape[:3]
-        t, i = height * width, c * kh * kw
-        few = t == 1 or t * (i + o) <= i * o
-        if LEVEL and not few and self.dilation[1] == 1 and g.device.type == "cpu" and g.dtype == torch.float32:
-            values, lengths = g.new_empty(n, kh, kw, c, o), g.new_empty(n, dtype=torch.float64)
-            images = self.x.permute(0, 2, 3, 1).contiguous()
-            arrays = (tensor.numpy() for tensor in (images, g.contiguous(), values, lengths))
-            if _convolution.gradients(*arrays, self.stride, self.padding, self.dilation[0], LEVEL):
-                return Whole(values.unsqueeze(0), lambda v: v[0].permute(0, 4, 3, 1, 2), lengths.add_(TINY))
+        t, i, few = height * width, c * kh * kw, self._few(g)
         g = g.flatten(1, 2)
         above, beside = self.padding
         padded = F.pad(self.x.permute(0, 2, 3, 1), (0, 0, beside, beside, above, above))
@@ -384,27 +385,13 @@ class Affine(Layer):
         self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = x
-        out = x.clone()
-        if self.parameters[0] is not None:
-            self._apart(out).mul_(self._laid(0))
-        if self.parameters[1] is not None:
-            self._apart(out).add_(self._laid(1))
-        return out
-
-    def backward(self, g: Tensor) -> Tensor:
-        return (self._apart(g) * self._laid(0)).reshape(g.shape) if self.parameters[0] is not None else g
+        out = x.unflatten(0, (self.clients, -1))
+        weight, bias = (p if p is None else p.reshape(self.clients, 1, *self.shape) for p in self.parameters)
+        out = out if weight is None else out * weight
+        return torch.ops.aten._unsafe_view(out if bias is None else out + bias, x.shape)
 
     def gradients(self, g: Tensor) -> list[tuple[str, Gradients]]:
         return self._named(lambda: self._summed(g * self.x), lambda: self._summed(g))
-
-    def _apart(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (self.clients, -1))
-
-    def _laid(self, which: int) -> Tensor:
-        parameter = self.parameters[which]
-        assert parameter is not None
-        return parameter.reshape(self.clients, 1, *self.shape)
 
     def _summed(self, values: Tensor) -> Whole:
         """Sums over the positions that share a parameter."""
@@ -423,16 +410,12 @@ class Embedding(Layer):
         self.padding = padding
 
     def forward(self, x: Tensor) -> Tensor:
-        self.x = x
         words, width = self.weight.shape[1:]
         first = words * torch.arange(self.clients, device=x.device).repeat_interleave(len(x) // self.clients)
         rows = x.reshape(len(x), -1) + first.unsqueeze(1)
         if ((x < 0) | (x >= words)).any():
             raise IndexError("index out of range in self")
         return self.weight.reshape(-1, width)[rows].reshape(*x.shape, width)
-
-    def backward(self, g: Tensor) -> Tensor:
-        raise AssertionError("whole numbers have no gradient")
 
     def gradients(self, g: Tensor) -> list[tuple[str, Gradients]]:
         assert self.names[0] is not None
