@@ -33,6 +33,7 @@ from fairveil.streams import Stream
 
 LANES = 16  # float32 numbers in a vector of the processor, at most
 
+
 @dataclass(frozen=True)
 class ModelSpec:
     """All that is needed to build the model again in another process."""

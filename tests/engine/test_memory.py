@@ -151,6 +151,6 @@ def test_cached_records_count_once_and_no_more_are_kept_than_fit(
     limit = common.x.nbytes + common.y.nbytes + sum(sizes[:3]) + 1
     monkeypatch.setattr("fairveil.engine.local.CACHED_BYTES", limit)
     bench = Bench(federation, spec(federation), "a run", 2)
-    loaded = [[bench._data(client) for client in range(CLIENTS)] for _ in range(2)]
+    loaded = [[bench._data([client])[0] for client in range(CLIENTS)] for _ in range(2)]
     kept = [one is other for one, other in zip(*loaded, strict=True)]
     assert kept == [True] * 3 + [False] * (CLIENTS - 3)

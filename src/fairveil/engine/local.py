@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fairveil.data.federation import ClientData, Federation
+from fairveil.data.federation import ClientData, Federation, side_by_side
 from fairveil.engine.messages import Message, packed, receive
 from fairveil.errors import RunFault, UserError
 from fairveil.models import ModelSpec
@@ -50,7 +50,8 @@ class Bench:
         """The replies of the job's clients, block by block."""
         for first in range(0, len(job.calls), self.block):
             calls = job.calls[first : first + self.block]
-            members = [self._member(job, call) for call in calls]
+            data = self._data([call.client for call in calls])
+            members = [self._member(job, *pair) for pair in zip(calls, data, strict=True)]
             held = [tensor for member in members for tensor in _held(member)]
             versions = [tensor._version for tensor in held]
             replies = job.task(members)
@@ -79,22 +80,32 @@ class Bench:
                     )
             yield [(call.client, reply) for call, reply in zip(calls, replies, strict=True)]
 
-    def _member(self, job: Job, call: Call) -> Member:
+    def _member(self, job: Job, call: Call, data: ClientData) -> Member:
         key = (self.root, job.request, call.client, call.digest.hex())
         inputs, personal = {**job.shared, **call.each}, dict(call.personal)  # a task may change its dictionaries
-        return Member(self._data(call.client), self.model, inputs, call.mechanism, personal, key, MINT)
+        return Member(data, self.model, inputs, call.mechanism, personal, key, MINT)
 
-    def _data(self, client: int) -> ClientData:
-        if client in self._cache:
-            return self._cache[client]
-        data = self.federation.load(client)
-        storages = {storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, _records(data))}
-        more = sum(size for address, size in storages.items() if address not in self._cached_storages)
-        if self._cached_bytes + more < CACHED_BYTES:
-            self._cache[client] = data
-            self._cached_bytes += more
-            self._cached_storages |= storages.keys()
-        return data
+    def _data(self, clients: Sequence[int]) -> list[ClientData]:
+        """What these clients hold. Those that are loaded together lie side by side, as they will train together."""
+        missing = [client for client in clients if client not in self._cache]
+        loaded = {client: self.federation.load(client) for client in missing}
+        if len(missing) > 1 and not any(_shared(data.train.x) for data in loaded.values()):
+            trains = side_by_side([data.train for data in loaded.values()])
+            loaded = {c: replace(data, train=train) for (c, data), train in zip(loaded.items(), trains, strict=True)}
+        found = [self._cache[client] if client in self._cache else loaded[client] for client in clients]
+        for client, data in loaded.items():
+            storages = {storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, _records(data))}
+            more = sum(size for address, size in storages.items() if address not in self._cached_storages)
+            if self._cached_bytes + more < CACHED_BYTES:
+                self._cache[client] = data
+                self._cached_bytes += more
+                self._cached_storages |= storages.keys()
+        return found
+
+
+def _shared(tensor: Tensor) -> bool:
+    """Whether it is part of something larger, of which a copy would take up memory."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _records(data: ClientData) -> tuple[Tensor, ...]:

@@ -152,8 +152,8 @@ class Tape:
         self.values, self.records, self.laid = values, records, laid
         self.clients = len(next(iter(values.values())))
         self.layers: list[Layer] = []
-        self._edges: list[GradientEdge] = []  # where the gradients of their outputs arrive
-        self._versions: list[int] = []  # of their inputs
+        # For each: where the gradient of its output arrives, and how often its input had been written to.
+        self._seen: list[tuple[Layer, GradientEdge, int]] = []
 
     def gradients(self) -> dict[str, Gradients]:
         """For every parameter that touched the loss, one gradient for each record."""
@@ -172,23 +172,23 @@ class Tape:
             output = layer.forward(x)
             if output._is_view():  # what is written into a view in place goes round it on the way back
                 output = output.clone()
-            if not output.requires_grad:  # no rows are added, but now it has a history, and yet may be written into
-                output.index_add_(0, NO_ROWS, output.new_empty(0, *output.shape[1:]).requires_grad_())
             layer.x = x.detach()  # with its history it would keep itself alive
-            self._edges.append(get_gradient_edge(output))
-        self._versions.append(x._version)
+            if torch.is_grad_enabled():  # or the module does not want it
+                if not output.requires_grad:  # no row is added; but now it has a history, and may still be written into
+                    output.index_add_(0, NO_ROWS, output.new_empty(0, *output.shape[1:]).requires_grad_())
+                self._seen.append((layer, get_gradient_edge(output), x._version))
         self.layers.append(layer)
         return output
 
     def play_back(self, losses: Tensor) -> None:
         """The backward pass: the gradient of every layer's output."""
-        if losses.requires_grad and self.layers:
-            found = torch.autograd.grad(losses.sum(), self._edges, allow_unused=True)
-            for layer, version, g in zip(self.layers, self._versions, found, strict=True):
+        if losses.requires_grad and self._seen:
+            found = torch.autograd.grad(losses.sum(), [edge for _, edge, _ in self._seen], allow_unused=True)
+            for (layer, _, version), g in zip(self._seen, found, strict=True):
                 if layer.x._version != version:
                     raise NoRule(f"{type(layer).__name__} on a tensor that was written to in place later on")
                 layer.g = g
-        self._edges = []
+        self._seen = []
 
     def taken(self, *tensors: Tensor | None) -> tuple[list[str | None], list[Tensor | None]]:
         """The names and all clients' values of what an operation takes; the same for all, where it is no parameter."""

@@ -177,8 +177,8 @@ def _picked(several: Sequence[Records], index: NDArray[np.int64]) -> tuple[Tenso
 
 
 def _by_book(
-    model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor, present: NDArray[np.bool_] | None, clip_norm: float,
-    dtype: torch.dtype,
+    model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor, present: NDArray[np.bool_] | None,
+    clip_norm: float, dtype: torch.dtype,
 ) -> ClippedSums:  # fmt: skip
     """One call of the fast path: weights (clients, p), x (clients, length, ...); sums are made in this type."""
     gradients = _written(model, book, weights, x, y).gradients()
@@ -275,7 +275,9 @@ def _tried(model: Model) -> Path:
                 rows = trial.y.shape[1]
                 only = torch.eye(rows).unsqueeze(1).expand(-1, 2, -1)  # one record of each client at a time
                 sums = [_summed(model, gradients, factor, torch.zeros_like(weights)) for factor in only]
-                _must_agree(model, torch.stack(sums, dim=1), trial, torch.from_numpy(_norms(gradients, 2 * rows)).view(2, rows))
+                _must_agree(
+                    model, torch.stack(sums, dim=1), trial, torch.from_numpy(_norms(gradients, 2 * rows)).view(2, rows)
+                )
         except UserError:
             raise
         except Exception as error:  # whatever a module does with stand-ins that no rule foresaw

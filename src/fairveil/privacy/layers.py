@@ -104,7 +104,7 @@ class Outer:
     def write_sum(self, total: Tensor, factor: Tensor) -> None:
         clients, rows = factor.shape
         (_, t, i), o = self.x.shape, self.g.shape[2]
-        weighted = (self.g.view(clients, rows, t * o) * factor.unsqueeze(2)).view(clients, rows * t, o)
+        weighted = (self.g.reshape(clients, rows, t * o) * factor.unsqueeze(2)).view(clients, rows * t, o)
         x = self.x.reshape(clients, rows * t, i).to(factor.dtype)
         if self.restore is _same and min(i, o) > 1:
             torch.bmm(weighted.mT, x, out=total.view(clients, o, i))  # spares a copy as large as the model
@@ -220,7 +220,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         a = F.pad(a, (0, 0, 0, 1))
     if n == 1:
         b = F.pad(b, (0, 1))
-    return torch.bmm(a, b)[:, :m, :n]
+    return torch.bmm(a, b)[:, :m, :n].contiguous()
 
 
 # ---- layers ----------------------------------------------------------------------------------------
@@ -278,7 +278,9 @@ class Linear(Layer):
         if g.shape[1] > 1:
             return self._named(lambda: Outer(x, g, _same), lambda: Whole.of(g.sum(dim=1)))
         lengths = _lengths(g)
-        return self._named(lambda: Outer(x, g, _same, lengths), lambda: Whole(g.transpose(0, 1), _only, lengths.squeeze(1)))
+        return self._named(
+            lambda: Outer(x, g, _same, lengths), lambda: Whole(g.transpose(0, 1), _only, lengths.squeeze(1))
+        )
 
 
 class Convolution(Layer):
@@ -385,10 +387,13 @@ class Affine(Layer):
         self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
-        out = x.unflatten(0, (self.clients, -1))
-        weight, bias = (p if p is None else p.reshape(self.clients, 1, *self.shape) for p in self.parameters)
-        out = out if weight is None else out * weight
-        return torch.ops.aten._unsafe_view(out if bias is None else out + bias, x.shape)
+        each = (self.clients, len(x) // self.clients if self.clients > 1 else 1, *self.shape)
+        weight, bias = (
+            p if p is None else p.reshape(self.clients, 1, *self.shape).expand(each).reshape(-1, *self.shape)
+            for p in self.parameters
+        )
+        out = x if weight is None else x * weight
+        return out if bias is None else out + bias
 
     def gradients(self, g: Tensor) -> list[tuple[str, Gradients]]:
         return self._named(lambda: self._summed(g * self.x), lambda: self._summed(g))
