@@ -7,7 +7,7 @@ setup(
         Extension(
             f"fairveil.{name}",
             [f"src/fairveil/{name}.c"],
-            depends=[f"src/fairveil/{name}.h"],
+            depends=["src/fairveil/_convolution.h"],
             # Vectors of roots and of rounding need no error flags. Nothing here changes a result.
             extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"],
             optional=True,  # without a compiler the pure form is used

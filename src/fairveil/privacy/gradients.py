@@ -147,16 +147,14 @@ def _gathered(parts: Sequence[tuple[Records, Tensor]], length: int) -> tuple[Ten
 
     The others are there to make all batches equally long: they repeat a record of their client, with no weight.
     """
-    several, drawn = zip(*parts, strict=True)
-    size = np.array([rows.shape[0] for rows in drawn])
-    present = None
-    if size.min() == length:
-        index = np.stack([rows.numpy() for rows in drawn])
+    present, index = None, torch.cat([rows for _, rows in parts]).numpy()
+    if index.size == len(parts) * length:
+        index = index.reshape(len(parts), length)
     else:
-        present = np.arange(length) < size[:, None]
-        index = np.zeros(present.shape, np.int64)
-        index[present] = np.concatenate([rows.numpy() for rows in drawn])
-    x, y = _picked(several, index)
+        present = np.arange(length) < np.array([rows.shape[0] for _, rows in parts])[:, None]
+        drawn, index = index, np.zeros(present.shape, np.int64)
+        index[present] = drawn
+    x, y = _picked([records for records, _ in parts], index)
     return x, y, present
 
 

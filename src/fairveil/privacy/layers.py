@@ -25,7 +25,6 @@ else:
 # norms subtract large terms from each other: beyond this the rounding of float32 could hide a gradient of any length.
 CANCELLATION = 32.0
 TINY, LONG = 1e-15, 1 << 16  # what is added to a length; and how many squares float32 can add up
-FEW = 256  # numbers of a gradient for which a matrix product takes longer to begin than to do
 
 
 # ---- one gradient for each record ------------------------------------------------------------------
@@ -57,13 +56,8 @@ class Whole:
         clients, rows = factor.shape
         m, shape = self.pieces.shape[0], self.pieces.shape[2:]
         values = self.pieces.reshape(m * clients, rows, -1).to(factor.dtype)
-        if self.restore is _only and values.shape[2] <= FEW:
-            torch.sum(values * factor.unsqueeze(2), dim=1, out=total.view(clients, -1))
-        elif total.is_contiguous() and self.restore is _only:
-            torch.bmm(factor.unsqueeze(1), values, out=total.view(clients, 1, -1))
-        else:
-            summed = torch.bmm((factor if m == 1 else factor.repeat(m, 1)).unsqueeze(1), values)
-            total.copy_(self.restore(summed.view(m, clients, *shape)).view_as(total))
+        summed = torch.bmm((factor if m == 1 else factor.repeat(m, 1)).unsqueeze(1), values)
+        total.copy_(self.restore(summed.view(m, clients, *shape)).view_as(total))
 
     def whole(self) -> Tensor:
         return self.restore(self.pieces)
@@ -326,8 +320,11 @@ class Convolution(Layer):
             return None
         n = g.shape[0]
         values, bias, lengths = g.new_empty(n, kh, kw, c, o), g.new_empty(n, o), g.new_empty(n, dtype=torch.float64)
-        arrays = (t.numpy() for t in (self.x.permute(0, 2, 3, 1).contiguous(), g.contiguous(), values, bias, lengths))
-        if not _convolution.gradients(*arrays, self.stride, self.padding, self.dilation[0], LEVEL):
+        images, g = self.x.permute(0, 2, 3, 1).contiguous(), g.contiguous()
+        if not _convolution.gradients(
+            images.numpy(), g.numpy(), values.numpy(), bias.numpy(), lengths.numpy(),
+            self.stride, self.padding, self.dilation[0], LEVEL,
+        ):  # fmt: skip
             return None
         return Whole(values.unsqueeze(0), lambda v: v[0].permute(0, 4, 3, 1, 2), lengths), bias
 
