@@ -202,8 +202,7 @@ def _by_book(
 def _norms(gradients: Mapping[str, Gradients], records: int) -> NDArray[np.float64]:
     """The norm of each record's gradient over all parameters (records,)."""
     norms = [one.norms() for one in gradients.values()] or [torch.zeros(1, records)]
-    with np.errstate(over="ignore"):
-        return np.sqrt(np.square(torch.cat(norms).cpu().numpy(), dtype=np.float64).sum(axis=0)) + TINY
+    return np.sqrt(np.square(torch.cat(norms).cpu().numpy(), dtype=np.float64).sum(axis=0)) + TINY
 
 
 def _summed(model: Model, gradients: Mapping[str, Gradients], factor: Tensor, total: Tensor) -> Tensor:
