@@ -257,10 +257,13 @@ class Fairveil:
 
     def step(self) -> None:
         total = clipped_sums(self.model, self.current, self.records, next(self.batches), CLIP_NORM).total
-        if self.std:
-            for stream, row in zip(self.streams, total, strict=True):
-                stream.add_noise(row, self.std, self.grid)
-        self.current.sub_(total, alpha=LEARNING_RATE / BATCH)
+        rate = LEARNING_RATE / BATCH
+        if not self.std:
+            self.current.sub_(total, alpha=rate)
+            return
+        for stream, weights, mine in zip(self.streams, self.current, total, strict=True):
+            stream.add_noise(mine, self.std, self.grid)
+            weights.sub_(mine, alpha=rate)
 
     def weights(self) -> Tensor:
         return self.current.clone()

@@ -24,6 +24,7 @@ else:
 # How many times longer than its gradient the sum of a record's terms may be before it is clipped by the latter. Ghost
 # norms subtract large terms from each other: beyond this the rounding of float32 could hide a gradient of any length.
 CANCELLATION = 32.0
+SMALL = 1 << 12  # numbers of a matrix that is sooner copied than multiplied by itself
 TINY, LONG = 1e-15, 1 << 16  # what is added to a length; and how many squares float32 can add up
 
 
@@ -100,8 +101,8 @@ class Outer:
         (_, t, i), o = self.x.shape, self.g.shape[2]
         weighted = (self.g.reshape(clients, rows, t * o) * factor.unsqueeze(2)).view(clients, rows * t, o)
         x = self.x.reshape(clients, rows * t, i).to(factor.dtype)
-        if self.restore is _same and min(i, o) > 1:
-            torch.bmm(weighted.mT, x, out=total.view(clients, o, i))  # spares a copy as large as the model
+        if self.restore is _same and min(i, o) > 1 and i * o > SMALL:
+            torch.bmm(weighted.mT, x, out=total.view(clients, o, i))  # matrix by matrix, which spares a copy of them
         else:
             total.copy_(self.restore(_product(weighted.mT, x)).reshape(total.shape))
 

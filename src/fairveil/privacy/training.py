@@ -105,14 +105,9 @@ def train(mechanisms: Sequence[NoisyTraining], clients: Sequence[Client]) -> lis
         sums = clipped_sums(model, mine, records, [runner.batch for runner in group], ready[1])
         counts = torch.stack([sums.clipped, sums.not_finite], dim=1).tolist()
         for runner, total, (clipped, not_finite) in zip(group, sums.total, counts, strict=True):
-            runner.add_noise(total)
+            runner.step(weights[runner.number], total)
             runner.clipped += clipped
             runner.not_finite += not_finite
-        rates = weights.new_tensor([runner.rate for runner in group]).unsqueeze(1)
-        mine -= sums.total.to(weights.dtype).mul_(rates)
-        if mine is not weights:
-            weights[rows] = mine
-        for runner in group:
             draw(runner)
     updates = weights - start
     return [runner.released(update) for runner, update in zip(runners, updates, strict=True)]
@@ -136,10 +131,11 @@ class _Runner:
             self.drawn += len(self.batch)
         return self.left > 0
 
-    def add_noise(self, total: Tensor) -> None:
-        """To the sum of clipped gradients (p,), in place. With it this step is priced, and one less is left."""
+    def step(self, weights: Tensor, total: Tensor) -> None:
+        """Noise the sum of clipped gradients (p,), both in place, and take the step."""
         if self.std:
             self.stream.add_noise(total, self.std, grid(self.std))
+        weights.sub_(total, alpha=self.rate)  # client by client, while the sum is still in the cache
         self.left -= 1
 
     def released(self, update: Tensor) -> tuple[Release, dict[str, float]]:
