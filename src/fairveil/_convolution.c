@@ -4,10 +4,10 @@
 
    and out[n, ...] has a companion for the bias: sums[n, o] = sum over i, j of g[n, i, j, o].
 
-   The channels are last, so x along (s, c) is one run of numbers. A block of some kernel rows by some numbers of the run
-   by some vectors of outputs stays in registers while all positions are added up. Where an axis is no multiple of the
-   block, the last block overlaps the one before and writes the same numbers again. Every record is worked on alone: its
-   bits depend on no other. */
+   The channels are last, so x along (s, c) is one run of numbers. A block of some kernel rows by some numbers of the
+   run by some vectors of outputs stays in registers while all positions are added up. Where an axis is no multiple of
+   the block, the last block overlaps the one before and writes the same numbers again. Every record is worked on alone:
+   its bits depend on no other. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -35,7 +35,7 @@ typedef struct {
 } record;
 
 /* Over a length in steps, the last one as far back as it must be. */
-#define EACH(at, step, all) \
+#define EACH(at, step, all)                                                                                            \
     for (long at = 0, left = (all); left > 0; left -= (step), at = left < (step) ? (all) - (step) : at + (step))
 
 #define JOINED(a, b) a##b
@@ -55,15 +55,15 @@ typedef struct {
 #include "_convolution.h"
 
 /* Write one record's gradient and sums, and return the length of the former. */
-#define FORM(TARGET, VECTOR, LANES, ROWS, COLUMNS, VECTORS)                                                   \
-    __attribute__((target(TARGET))) static double VECTOR##_##ROWS##_##COLUMNS##_##VECTORS(const record *of) { \
-        EACH(o, LANES *VECTORS, of->outputs) {                                                               \
-            EACH(r, ROWS, of->kernels) {                                                                     \
-                EACH(k, COLUMNS, of->run) { VECTOR##_block(of, ROWS, COLUMNS, VECTORS, r, k, o); }             \
-            }                                                                                                \
-        }                                                                                                    \
-        VECTOR##_sums(of);                                                                                   \
-        return VECTOR##_length(of->out, of->kernels * of->run * of->outputs);                                \
+#define FORM(TARGET, VECTOR, LANES, ROWS, COLUMNS, VECTORS)                                                            \
+    __attribute__((target(TARGET))) static double VECTOR##_##ROWS##_##COLUMNS##_##VECTORS(const record *of) {          \
+        EACH(o, LANES * VECTORS, of->outputs) {                                                                        \
+            EACH(r, ROWS, of->kernels) {                                                                               \
+                EACH(k, COLUMNS, of->run) { VECTOR##_block(of, ROWS, COLUMNS, VECTORS, r, k, o); }                     \
+            }                                                                                                          \
+        }                                                                                                              \
+        VECTOR##_sums(of);                                                                                             \
+        return VECTOR##_length(of->out, of->kernels * of->run * of->outputs);                                          \
     }
 #define WIDE(...) FORM("avx512f", wide, 16, __VA_ARGS__)
 #define NARROW(...) FORM("avx2,fma", narrow, 8, __VA_ARGS__)
@@ -91,9 +91,9 @@ typedef struct {
 } form;
 #define AS(KIND, ROWS, COLUMNS, VECTORS) {KIND##_##ROWS##_##COLUMNS##_##VECTORS, ROWS, COLUMNS, VECTORS}
 static const form wide_forms[] = {AS(wide, 1, 8, 2),  AS(wide, 1, 10, 2), AS(wide, 1, 12, 2), AS(wide, 1, 9, 1),
-                            AS(wide, 1, 16, 1), AS(wide, 1, 24, 1), AS(wide, 3, 3, 1),  AS(wide, 5, 5, 1)};
+                                  AS(wide, 1, 16, 1), AS(wide, 1, 24, 1), AS(wide, 3, 3, 1),  AS(wide, 5, 5, 1)};
 static const form narrow_forms[] = {AS(narrow, 1, 4, 2),  AS(narrow, 1, 5, 2), AS(narrow, 1, 6, 2), AS(narrow, 1, 8, 1),
-                              AS(narrow, 1, 12, 1), AS(narrow, 2, 5, 1), AS(narrow, 3, 3, 1)};
+                                    AS(narrow, 1, 12, 1), AS(narrow, 2, 5, 1), AS(narrow, 3, 3, 1)};
 static const struct {
     const form *forms;
     int count, lanes;
@@ -127,13 +127,14 @@ static const form *best_form(int level, const record *of) {
     return best;
 }
 
-PyDoc_STRVAR(gradients_doc,
-             "gradients(x, g, out, sums, lengths, stride, padding, dilation, level)\n--\n\n"
-             "Write the gradient of each record into out (n, kh, kw, c, o), its length into lengths (n,), and the\n"
-             "gradient of the bias into sums (n, o).\n\n"
-             "x is (n, H, W, c), g (n, h, w, o), both float32; stride and padding are pairs, dilation is that of kernel\n"
-             "rows (that along a row is 1). Level 1 is AVX2, 2 AVX-512. Whether there is a form for these shapes is\n"
-             "returned: if not, nothing is written.");
+PyDoc_STRVAR(
+    gradients_doc,
+    "gradients(x, g, out, sums, lengths, stride, padding, dilation, level)\n--\n\n"
+    "Write the gradient of each record into out (n, kh, kw, c, o), its length into lengths (n,), and the\n"
+    "gradient of the bias into sums (n, o).\n\n"
+    "x is (n, H, W, c), g (n, h, w, o), both float32; stride and padding are pairs, dilation is that of kernel\n"
+    "rows (that along a row is 1). Level 1 is AVX2, 2 AVX-512. Whether there is a form for these shapes is\n"
+    "returned: if not, nothing is written.");
 
 /* A buffer of this many axes, or an error. */
 static int get(PyObject *array, Py_buffer *buffer, int axes, const char *format, int writable) {
@@ -174,13 +175,13 @@ static PyObject *gradients(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!get(array[4], &lengths, 1, "d", 1)) goto all_but_lengths;
     const Py_ssize_t *image = x.shape, *back = g.shape, *to = out.shape, n = image[0];
     const long high = image[1] + 2 * above, across = image[2] + 2 * beside, c = image[3];
-    const record of = {NULL,  g.buf, out.buf,   sums.buf, back[1],         back[2],
-                       to[4], to[2] * c, to[1], sh * across * c, sw * c, dilation * across * c};
+    const record of = {NULL,  g.buf,     out.buf, sums.buf,        back[1], back[2],
+                       to[4], to[2] * c, to[1],   sh * across * c, sw * c,  dilation * across * c};
     if (level < 0 || level > best_level()) {
         PyErr_SetString(PyExc_ValueError, "this processor has no such level");
     } else if (back[0] != n || to[0] != n || lengths.shape[0] != n || to[3] != c || back[3] != to[4] ||
-               sums.shape[0] != n || sums.shape[1] != to[4] || sh < 1 || sw < 1 ||
-               above < 0 || beside < 0 || dilation < 1 || back[1] < 1 || back[2] < 1 || to[1] < 1 || to[2] < 1 ||
+               sums.shape[0] != n || sums.shape[1] != to[4] || sh < 1 || sw < 1 || above < 0 || beside < 0 ||
+               dilation < 1 || back[1] < 1 || back[2] < 1 || to[1] < 1 || to[2] < 1 ||
                (back[1] - 1) * sh + (to[1] - 1) * dilation >= high || (back[2] - 1) * sw + to[2] > across) {
         PyErr_SetString(PyExc_ValueError, "these shapes do not go together");
     } else {
@@ -214,7 +215,7 @@ static int fill(PyObject *module) { return PyModule_AddIntConstant(module, "LEVE
 
 static PyMethodDef methods[] = {{"gradients", gradients, METH_VARARGS, gradients_doc}, {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, fill}, {0, NULL}};
-static struct PyModuleDef convolution = {
-    PyModuleDef_HEAD_INIT, .m_name = "_convolution", .m_methods = methods, .m_slots = slots};
+static struct PyModuleDef convolution = {PyModuleDef_HEAD_INIT, .m_name = "_convolution", .m_methods = methods,
+                                         .m_slots = slots};
 
 PyMODINIT_FUNC PyInit__convolution(void) { return PyModuleDef_Init(&convolution); }

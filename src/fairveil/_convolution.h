@@ -4,7 +4,8 @@ typedef float VECTOR __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef float HALF(VECTOR) __attribute__((vector_size(2 * LANES), aligned(4), may_alias));
 typedef double DOUBLE(VECTOR) __attribute__((vector_size(4 * LANES)));
 
-INLINE void BLOCK(VECTOR)(const record *of, const int rows, const int length, const int vectors, long r, long k, long o) {
+INLINE void BLOCK(VECTOR)(const record *of, const int rows, const int length, const int vectors, long r, long k,
+                          long o) {
     const long at_once = of->width < POSITIONS ? POSITIONS / of->width : 1;
     for (long first = 0; first < of->height; first += at_once) {
         const long last = first + at_once < of->height ? first + at_once : of->height;
@@ -39,7 +40,8 @@ INLINE void SUMS(VECTOR)(const record *of) {
         VECTOR all = {0};
         for (long i = 0; i < of->height; i++) {
             VECTOR row = {0};
-            for (long j = 0; j < of->width; j++) row += *(const VECTOR *)(of->g + (i * of->width + j) * of->outputs + o);
+            for (long j = 0; j < of->width; j++)
+                row += *(const VECTOR *)(of->g + (i * of->width + j) * of->outputs + o);
             all += row;
         }
         *(VECTOR *)(of->sums + o) = all;

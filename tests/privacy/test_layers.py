@@ -188,6 +188,20 @@ def test_records_side_by_side_give_the_same_sums(name: str) -> None:
             assert torch.equal(one.total, other.total) and torch.equal(one.clipped, other.clipped)
 
 
+def test_batches_are_filled_up_with_drawn_records_only() -> None:
+    """One that is not drawn has no part in anything, whatever is in it: not even in what has no weight."""
+    random = torch.Generator().manual_seed(0)
+    model = ModelSpec("mlp", (12,), 4).build()
+    weights = model.flatten(model.module).expand(2, -1)
+    fine = [Records(torch.randn(9, 12, generator=random), torch.zeros(9, dtype=torch.int64)) for _ in range(2)]
+    spoilt = [Records(torch.cat([torch.full((1, 12), math.nan), rows.x[1:]]), rows.y) for rows in fine]
+    drawn = [torch.tensor([4, 2, 7]), torch.tensor([1, 2, 3, 4, 5])]
+    for laid in (list, side_by_side):
+        expected, found = (clipped_sums(model, weights, laid(held), drawn, 0.5) for held in (fine, spoilt))
+        assert torch.equal(found.total, expected.total) and torch.equal(found.clipped, expected.clipped)
+        assert not found.not_finite.any()
+
+
 # ---- the loss --------------------------------------------------------------------------------------
 
 

@@ -175,7 +175,7 @@ class Tape:
             layer.x = x.detach()  # with its history it would keep itself alive
             if torch.is_grad_enabled():  # or the module does not want it
                 if not output.requires_grad:  # no row is added; but now it has a history, and may still be written into
-                    output.index_add_(0, NO_ROWS, output.new_empty(0, *output.shape[1:]).requires_grad_())
+                    output.index_add_(0, NO_ROWS.to(output.device), output.new_empty(0, *output.shape[1:]).requires_grad_())
                 self._seen.append((layer, get_gradient_edge(output), x._version))
         self.layers.append(layer)
         return output

@@ -107,7 +107,7 @@ def clipped_sums(
         return _called(model, path, weights, records, *groups[0], clip_norm)  # as it mostly is: nothing to add up
     exact = path.book is None or any(long for _, long, _ in groups)
     total = torch.zeros_like(weights, dtype=torch.float64 if exact else weights.dtype)
-    clipped, not_finite = torch.zeros(2, len(weights), dtype=torch.int64, device=weights.device)
+    clipped, not_finite = torch.zeros(2, len(weights), dtype=torch.int64)
     for length, long, parts in groups:
         clients = [client for client, _ in parts]
         sums = _called(model, path, weights[clients], records, length, long, parts, clip_norm)
@@ -145,14 +145,15 @@ def _called(
 def _gathered(parts: Sequence[tuple[Records, Tensor]], length: int) -> tuple[Tensor, Tensor, NDArray[np.bool_] | None]:
     """The records (clients, length, ...), their targets, and which of them count; None: all.
 
-    The others are there to make all batches equally long: they repeat a record of their client, with no weight.
+    The others are there to make all batches equally long: they repeat a drawn record of their client, with no weight.
     """
-    present, index = None, torch.cat([rows for _, rows in parts]).numpy()
+    present, index = None, torch.cat([rows for _, rows in parts]).cpu().numpy()
     if index.size == len(parts) * length:
         index = index.reshape(len(parts), length)
     else:
-        present = np.arange(length) < np.array([rows.shape[0] for _, rows in parts])[:, None]
-        drawn, index = index, np.zeros(present.shape, np.int64)
+        size = np.array([rows.shape[0] for _, rows in parts])
+        present = np.arange(length) < size[:, None]
+        drawn, index = index, np.repeat(index[size.cumsum() - size], length).reshape(present.shape)
         index[present] = drawn
     x, y = _picked([records for records, _ in parts], index)
     return x, y, present
@@ -160,17 +161,18 @@ def _gathered(parts: Sequence[tuple[Records, Tensor]], length: int) -> tuple[Ten
 
 def _picked(several: Sequence[Records], index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     """Rows (clients, length) of each client's records; all at once, if these lie side by side."""
-    whole = several[0].within and several[0].within[0]
+    first = several[0]
+    whole = first.within and first.within[0]
     starts = [records.within[1] for records in several if records.within and records.within[0] is whole]
     if whole and len(starts) == len(several):
-        rows = torch.from_numpy(index + np.array(starts)[:, None]).flatten()
+        rows = torch.from_numpy(index + np.array(starts)[:, None]).flatten().to(whole.x.device)
         x, y = (t.index_select(0, rows).view(*index.shape, *t.shape[1:]) for t in (whole.x, whole.y))
         return x, y
-    first = several[0]
     x, y = (t.new_empty((*index.shape, *t.shape[1:])) for t in (first.x, first.y))
-    for records, mine, into_x, into_y in zip(several, torch.from_numpy(index), x.unbind(), y.unbind(), strict=True):
-        torch.index_select(records.x, 0, mine, out=into_x)
-        torch.index_select(records.y, 0, mine, out=into_y)
+    each = torch.from_numpy(index).to(first.x.device)
+    for records, rows, into_x, into_y in zip(several, each, x.unbind(), y.unbind(), strict=True):
+        torch.index_select(records.x, 0, rows, out=into_x)
+        torch.index_select(records.y, 0, rows, out=into_y)
     return x, y
 
 
@@ -226,7 +228,7 @@ def _by_vmap(model: Model, weights: Tensor, x: Tensor, y: Tensor, clip_norm: flo
     if not finite.all():
         gradients[~finite] = 0.0
     total = (factor @ gradients.to(torch.float64)).unsqueeze(0)
-    return ClippedSums(total, (norm[finite] > clip_norm).sum().view(1), (~finite).sum().view(1))
+    return ClippedSums(total, (norm[finite] > clip_norm).sum().view(1).cpu(), (~finite).sum().view(1).cpu())
 
 
 def record_gradients(model: Model, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -309,8 +309,8 @@ class Convolution(Layer):
         )
 
     def _few(self, g: Tensor) -> bool:
-        """Whether products of positions with each other take less work than whole gradients."""
-        t, o, i = g.shape[1:3].numel(), g.shape[3], self.weight[0, 0].numel()
+        """Whether there are so few positions that products of them take less work than whole gradients."""
+        t, o, i = g.shape[1:3].numel(), g.shape[3], self.weight.shape[2:].numel()
         return t == 1 or t * (i + o) <= i * o
 
     def _compiled(self, g: Tensor) -> tuple[Whole, Tensor] | None:
