@@ -15,7 +15,7 @@ PARTS = {
     "gather": ("_gathered", "privacy/gradients.py"),
     "forward": ("_wrapped_call_impl", "privacy/bookkeeping.py"),
     "backward": ("grad", "privacy/bookkeeping.py"),
-    "per-record gradients of convolutions": ("gradients", "privacy/gradients.py"),
+    "per-record gradients": ("gradients", "privacy/gradients.py"),
     "norms": ("_norms", "privacy/gradients.py"),
     "clipped sums": ("_summed", "privacy/gradients.py"),
     "noise": ("add_noise", "competitors.py"),
