@@ -155,9 +155,9 @@ def step_section(step: Any) -> list[str]:
         "each record, noise, update. The small models train several clients at once (fairveil and the control that is "
         "not private, in batched products by autograd) or one after the other (the others). The fastest of these "
         "that is not private is the baseline. For the small models there is one more row: the gradient of that very "
-        "model written out by hand and never stored, which no framework does for a user's module. fairveil works on a copy "
-        "of the module in which max-pooling goes before a ReLU that it follows, which changes no number; the others run "
-        "the module as it is.", "",
+        "model written out by hand and never stored, which no framework does for a user's module. fairveil works on a "
+        "copy of the module in which max-pooling goes before a ReLU that it follows, which changes no number; the "
+        "others run the module as it is.", "",
     ]  # fmt: skip
     for name, found in step["models"].items():
         speeds, baseline = found["samples_per_second"], found["baseline"]

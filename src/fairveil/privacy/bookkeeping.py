@@ -34,8 +34,6 @@ from fairveil.privacy.layers import (
     joined,
 )
 
-NO_ROWS = torch.empty(0, dtype=torch.int64)
-
 
 class NoRule(Exception):
     """The module does something with a parameter for which there is no rule here."""
@@ -174,8 +172,8 @@ class Tape:
                 output = output.clone()
             layer.x = x.detach()  # with its history it would keep itself alive
             if torch.is_grad_enabled():  # or the module does not want it
-                if not output.requires_grad:  # no row is added; but now it has a history, and may still be written into
-                    output.index_add_(0, NO_ROWS.to(output.device), output.new_empty(0, *output.shape[1:]).requires_grad_())
+                if not output.requires_grad:
+                    _give_history(output)
                 self._seen.append((layer, get_gradient_edge(output), x._version))
         self.layers.append(layer)
         return output
@@ -202,6 +200,12 @@ class Tape:
             else:
                 values.append(tensor.expand(self.clients, *tensor.shape))
         return names, values
+
+
+def _give_history(output: Tensor) -> None:
+    """Have autograd follow a tensor from here on, as no leaf: those may not be written into. Nothing is added to it."""
+    nothing = output.new_empty(0, *output.shape[1:]).requires_grad_()
+    output.index_add_(0, torch.empty(0, dtype=torch.int64, device=output.device), nothing)
 
 
 def _linear(tape: Tape, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
