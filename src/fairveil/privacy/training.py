@@ -135,7 +135,7 @@ class _Runner:
         """Noise the sum of clipped gradients (p,), both in place, and take the step."""
         if self.std:
             self.stream.add_noise(total, self.std, grid(self.std))
-        weights.sub_(total, alpha=self.rate)  # client by client, while the sum is still in the cache
+        weights -= total.to(weights.dtype).mul_(self.rate)  # client by client, while the sum is still in the cache
         self.left -= 1
 
     def released(self, update: Tensor) -> tuple[Release, dict[str, float]]:
