@@ -120,7 +120,8 @@ class _Runner:
         self.number, self.mechanism, self.client = number, mechanism, client
         self.stream, self.left = client.noise(), mechanism.steps
         self.std = noise_std(mechanism.clip_norm, mechanism.noise_multiplier)
-        self.rate = client.inputs["learning_rate"] / mechanism.expected_batch
+        largest = torch.finfo(torch.float32).max  # beyond it torch refuses; so large a step ends the run anyway
+        self.rate = min(client.inputs["learning_rate"] / mechanism.expected_batch, largest)
         self.batch: Tensor
         self.drawn = self.clipped = self.not_finite = 0
 
@@ -135,7 +136,7 @@ class _Runner:
         """Noise the sum of clipped gradients (p,), both in place, and take the step."""
         if self.std:
             self.stream.add_noise(total, self.std, grid(self.std))
-        weights -= total.to(weights.dtype).mul_(self.rate)  # client by client, while the sum is still in the cache
+        weights.sub_(total, alpha=self.rate)  # client by client, while the sum is still in the cache
         self.left -= 1
 
     def released(self, update: Tensor) -> tuple[Release, dict[str, float]]:
