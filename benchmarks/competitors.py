@@ -22,6 +22,7 @@ from torch.func import functional_call, grad, vmap
 from fairveil.data.federation import Records, side_by_side
 from fairveil.models import Model, ModelSpec
 from fairveil.privacy.gradients import clipped_sums
+from fairveil.privacy.mechanisms import grid
 from fairveil.streams import Stream
 
 BATCH, CLIP_NORM, NOISE_MULTIPLIER, LEARNING_RATE = 32, 1.0, 1.0, 0.05
@@ -253,7 +254,6 @@ class Fairveil:
         self.batches: Iterator[Sequence[Tensor]] = itertools.cycle([list(rows) for rows in task.rows])
         self.streams = [Stream("benchmark", "noise", client) for client in range(task.clients)]
         self.std = CLIP_NORM * task.noise_multiplier
-        self.grid = 2.0 ** math.floor(math.log2(self.std) - 12) if self.std else 0.0
 
     def step(self) -> None:
         total = clipped_sums(self.model, self.current, self.records, next(self.batches), CLIP_NORM).total
@@ -262,7 +262,7 @@ class Fairveil:
             self.current.sub_(total, alpha=rate)
             return
         for stream, weights, mine in zip(self.streams, self.current, total, strict=True):
-            stream.add_noise(mine, self.std, self.grid)
+            stream.add_noise(mine, self.std, grid(self.std))
             weights.sub_(mine, alpha=rate)
 
     def weights(self) -> Tensor:

@@ -47,13 +47,13 @@ REASONS = {
     ),
     ("logistic", "vs_plain"): (
         "logistic regression beside the batched control: a step of 20 clients has so little arithmetic that most of "
-        "the difference is what small operations take to begin, a few microseconds each. fairveil needs about twice as "
-        "many: norms, factors and weighted sums for any module, in its own layout, and noise for every client from its "
-        "own stream."
+        "the difference is what small operations take to begin, a few microseconds each. fairveil makes about five "
+        "times as many as the control, views included: norms, factors and weighted sums for any module, in its own "
+        "layout, and noise for every client from its own stream."
     ),
     ("mlp", "vs_plain"): (
-        "the mlp beside the batched control: noise, at 1.4 ns for each of 100,000 parameters and step, takes two "
-        "fifths. The rest goes to norms, and to sums that are written out so that noise can be added."
+        "the mlp beside the batched control: noise takes two fifths of the step. The rest goes to norms, and to sums "
+        "that are written out so that noise can be added."
     ),
     ("mlp", "vs_plain_without_noise"): (
         "the mlp without noise: norms and small operations take half a millisecond of four, and the weights stay in "
@@ -141,9 +141,9 @@ def _few_clients(overhead: Any) -> str:
         return ""
     clients, cost = missed[0]
     return (
-        f"overhead at {clients} clients: a round takes {clients * cost:.1f} ms however little there is to do: the "
-        "ledger, the metrics and the checkpoint are on disk before it counts, and the way to the workers and back "
-        "takes as long. It is shared by all clients of the round."
+        f"overhead at {clients} clients: a round takes {clients * cost:.1f} ms however little there is to do: it goes "
+        "to the workers and back, and the ledger, the metrics and the checkpoint are on disk before it counts. All "
+        "clients of the round share this."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -107,6 +108,14 @@ def test_the_results_shown_are_those_in_the_tables() -> None:
     for value in (f"{one['variant_mean']:.3f}", f"{one['baseline_mean']:.3f}", f"{one['difference']:+.3f}"):
         assert value in readme
     assert f"from {one['low']:+.3f} to {one['high']:+.3f}" in readme
+
+
+def test_the_speed_in_the_readme_is_what_was_measured() -> None:
+    models = json.loads((ROOT / "docs/results/benchmark-step.json").read_text())["models"].values()
+    opacus, plain = ([found[ratio] for found in models] for ratio in ("vs_opacus", "vs_plain"))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{min(opacus):.1f} to {max(opacus):.0f} times as fast as Opacus" in readme
+    assert f"{min(plain):.2f} to {max(plain):.2f} of the speed without privacy" in readme
 
 
 EXAMPLES = sorted((ROOT / "examples").rglob("*.toml"))

@@ -122,7 +122,7 @@ static const form *best_form(int level, const record *of) {
         if (half_cycles < numbers + one->vectors) half_cycles = numbers + one->vectors;
         if (half_cycles < 8) half_cycles = 8;
         half_cycles *= times(of->outputs, lanes) * times(of->kernels, one->rows) * times(of->run, one->length);
-        if (!best || half_cycles < least) best = one, least = half_cycles;
+        if (!best || half_cycles <= least) best = one, least = half_cycles;
     }
     return best;
 }

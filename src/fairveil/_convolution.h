@@ -1,4 +1,4 @@
-/* A block and a length, by vectors of LANES numbers; see _convolution.c. */
+/* A block, the sums and a length, by vectors of LANES numbers; see _convolution.c. */
 
 typedef float VECTOR __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef float HALF(VECTOR) __attribute__((vector_size(2 * LANES), aligned(4), may_alias));
@@ -6,43 +6,48 @@ typedef double DOUBLE(VECTOR) __attribute__((vector_size(4 * LANES)));
 
 INLINE void BLOCK(VECTOR)(const record *of, const int rows, const int length, const int vectors, long r, long k,
                           long o) {
-    const long at_once = of->width < POSITIONS ? POSITIONS / of->width : 1;
-    for (long first = 0; first < of->height; first += at_once) {
-        const long last = first + at_once < of->height ? first + at_once : of->height;
-        VECTOR sum[rows * length * vectors];
-        UNROLLED(int b = 0; b < rows * length * vectors; b++) { sum[b] = (VECTOR){0}; }
-        for (long i = first; i < last; i++) {
-            const float *x = of->x + i * of->down + r * of->row + k, *g = of->g + i * of->width * of->outputs + o;
-            for (long j = 0; j < of->width; j++, x += of->right, g += of->outputs) {
-                UNROLLED(int a = 0; a < rows; a++) {
-                    UNROLLED(int l = 0; l < length; l++) {
-                        UNROLLED(int v = 0; v < vectors; v++) {
-                            sum[(a * length + l) * vectors + v] += x[a * of->row + l] * ((const VECTOR *)g)[v];
+    const long down = of->width < POSITIONS ? POSITIONS / of->width : 1; /* rows and columns added up at a stretch */
+    for (long top = 0; top < of->height; top += down) {
+        for (long left = 0; left < of->width; left += POSITIONS) {
+            const long bottom = top + down < of->height ? top + down : of->height;
+            const long right = left + POSITIONS < of->width ? left + POSITIONS : of->width;
+            VECTOR sum[rows * length * vectors];
+            UNROLLED(int b = 0; b < rows * length * vectors; b++) { sum[b] = (VECTOR){0}; }
+            for (long i = top; i < bottom; i++) {
+                const float *x = of->x + i * of->down + left * of->right + r * of->row + k;
+                const float *g = of->g + (i * of->width + left) * of->outputs + o;
+                for (long j = left; j < right; j++, x += of->right, g += of->outputs) {
+                    UNROLLED(int a = 0; a < rows; a++) {
+                        UNROLLED(int l = 0; l < length; l++) {
+                            UNROLLED(int v = 0; v < vectors; v++) {
+                                sum[(a * length + l) * vectors + v] += x[a * of->row + l] * ((const VECTOR *)g)[v];
+                            }
                         }
                     }
                 }
             }
-        }
-        UNROLLED(int a = 0; a < rows; a++) {
-            UNROLLED(int l = 0; l < length; l++) {
-                VECTOR *out = (VECTOR *)(of->out + ((r + a) * of->run + k + l) * of->outputs + o);
-                UNROLLED(int v = 0; v < vectors; v++) {
-                    out[v] = sum[(a * length + l) * vectors + v] + (first ? out[v] : (VECTOR){0});
+            UNROLLED(int a = 0; a < rows; a++) {
+                UNROLLED(int l = 0; l < length; l++) {
+                    VECTOR *out = (VECTOR *)(of->out + ((r + a) * of->run + k + l) * of->outputs + o);
+                    UNROLLED(int v = 0; v < vectors; v++) {
+                        out[v] = sum[(a * length + l) * vectors + v] + (top || left ? out[v] : (VECTOR){0});
+                    }
                 }
             }
         }
     }
 }
 
-/* The sums over all positions, those of a row first. */
+/* The sums over all positions, in stretches too. */
 INLINE void SUMS(VECTOR)(const record *of) {
+    const long positions = of->height * of->width;
     EACH(o, LANES, of->outputs) {
         VECTOR all = {0};
-        for (long i = 0; i < of->height; i++) {
-            VECTOR row = {0};
-            for (long j = 0; j < of->width; j++)
-                row += *(const VECTOR *)(of->g + (i * of->width + j) * of->outputs + o);
-            all += row;
+        for (long first = 0; first < positions; first += POSITIONS) {
+            const long last = first + POSITIONS < positions ? first + POSITIONS : positions;
+            VECTOR some = {0};
+            for (long t = first; t < last; t++) some += *(const VECTOR *)(of->g + t * of->outputs + o);
+            all += some;
         }
         *(VECTOR *)(of->sums + o) = all;
     }

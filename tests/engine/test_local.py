@@ -28,18 +28,6 @@ from fairveil.session import Call, Job, Member
 CLIENTS = 7
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let workers import the tasks of this file under the name that pytest gave it."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[__name__.count(".")]))
-
-
-@pytest.fixture(scope="module")
-def federation() -> Federation:
-    """A few clients with little data."""
-    return build_federation("digits", {}, {"kind": "iid", "clients": CLIENTS}, seed=0)
-
-
 def engine(federation: Federation, workers: int, block: int = 2) -> LocalEngine:
     """An engine of logistic models on `federation`."""
     spec = ModelSpec("logistic", federation.features, federation.classes)

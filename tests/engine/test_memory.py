@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairveil.data.datasets import build_federation
 from fairveil.data.federation import ClientData, Federation, Records
 from fairveil.engine.local import Bench, LocalEngine
 from fairveil.errors import RunFault
@@ -25,18 +24,6 @@ from fairveil.session import Call, Job, Member
 
 CLIENTS = 7
 NUMBERS = 100_000  # in a tensor that is mapped
-
-
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let workers import the tasks of this file under the name that pytest gave it."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[__name__.count(".")]))
-
-
-@pytest.fixture(scope="module")
-def federation() -> Federation:
-    """A few clients with little data, and a common test set."""
-    return build_federation("digits", {}, {"kind": "iid", "clients": CLIENTS}, seed=0)
 
 
 def spec(federation: Federation) -> ModelSpec:

@@ -71,6 +71,50 @@ def test_gradients_of_a_convolution(
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
+def test_every_form_of_the_compiled_kernel(level: int) -> None:
+    """All shapes of a grid on which each form is the best for some: blocks that fit, that overlap, and that do not."""
+    from fairveil import _convolution
+
+    random = torch.Generator().manual_seed(0)
+    size, able = 7, 0
+    for rows, columns, channels in itertools.product((1, 2, 3, 5), (1, 3, 5), (1, 2, 3, 8, 16, 24)):
+        x = torch.randn(2, size, size, channels, generator=random)
+        patches = F.unfold(x.permute(0, 3, 1, 2).double(), (rows, columns)).unflatten(1, (channels, rows, columns))
+        for outputs in (8, 16, 24, 32, 50):
+            g = torch.randn(2, size - rows + 1, size - columns + 1, outputs, generator=random)
+            out, sums = torch.empty(2, rows, columns, channels, outputs), torch.empty(2, outputs)
+            lengths = torch.empty(2, dtype=torch.float64)
+            arrays = [t.numpy() for t in (x, g, out, sums, lengths)]
+            if not _convolution.gradients(*arrays, (1, 1), (0, 0), 1, level):
+                continue
+            able += 1
+            expected = torch.einsum("ncrst,nto->nrsco", patches, g.flatten(1, 2).double())
+            assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+            assert torch.allclose(lengths, expected.flatten(1).norm(dim=1), rtol=1e-5)
+            assert torch.allclose(sums.double(), g.double().sum(dim=(1, 2)), atol=1e-4)
+    assert able > 150  # of 360: the others have a kernel or outputs too small for any block
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("size", [(50, 60), (1, 40_000), (3, 2500)])
+def test_many_positions_are_added_up_in_stretches(
+    level: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of equal signs, so that rounding adds up: 40,000 one after the other would be off by twice what is allowed."""
+    monkeypatch.setattr(layers, "LEVEL", level)
+    random = torch.Generator().manual_seed(0)
+    x, g = torch.rand(2, 3, *size, generator=random), torch.rand(2, 16, *size, generator=random)
+    parameters = [torch.zeros(1, 16, 3, 1, 3), torch.zeros(1, 16)]
+    layer = Convolution(1, ["weight", "bias"], parameters, (1, 1), (0, 1), (1, 1), channels_last)
+    layer.x = channels_last(x)
+    found = dict(layer.gradients(g))
+    expected = gradients_alone(x, g, (16, 3, 1, 3), padding=(0, 1))
+    assert (found["weight"].whole() - expected).abs().max() <= 5e-6 * expected.abs().max()
+    bias = g.double().sum(dim=(2, 3))
+    assert (found["bias"].whole() - bias).abs().max() <= 5e-6 * bias.max()
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
 def test_the_compiled_kernel_is_used_and_each_record_is_alone(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the layers of the usual networks; and what a record gets is the same to the last bit beside any other."""
     monkeypatch.setattr(layers, "LEVEL", level)
@@ -150,18 +194,18 @@ class MyReLU(nn.ReLU):
     pass
 
 
-def hooked() -> nn.Module:
+def hooked(back: bool) -> nn.Module:
     relu = nn.ReLU()
-    relu.register_forward_hook(lambda module, inputs, output: None)
+    if back:
+        relu.register_full_backward_hook(lambda module, inputs, outputs: None)
+    else:
+        relu.register_forward_hook(lambda module, inputs, output: None)
     return relu
 
 
-PAIRS = [(MyReLU(), nn.MaxPool2d(2)), (hooked(), nn.MaxPool2d(2)), (nn.GELU(), nn.MaxPool2d(2))]
-
-
-@pytest.mark.parametrize("parts", [*PAIRS, (nn.ReLU(), nn.AvgPool2d(2))])
-def test_pooling_stays_where_the_order_might_matter(parts: tuple[nn.Module, ...]) -> None:
-    module = chain(*parts)
+@pytest.mark.parametrize("first", [MyReLU(), hooked(False), hooked(True), nn.GELU()])
+def test_pooling_stays_where_the_order_might_matter(first: nn.Module) -> None:
+    module = chain(first, nn.MaxPool2d(2))
     module(torch.zeros(2, 1, 12, 12))
     assert kinds(Book(module, dict(module.named_parameters())).module) == kinds(module)
 

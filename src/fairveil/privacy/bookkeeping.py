@@ -84,8 +84,10 @@ def _pool_first(chain: nn.Sequential) -> None:
     """Let max-pooling come before a ReLU that it follows: the same, gradients included, on a quarter of the numbers."""
     for first, second in itertools.pairwise(list(chain._modules)):
         relu, pool = chain._modules[first], chain._modules[second]
-        hooked = any(part is None or part._forward_hooks or part._forward_pre_hooks for part in (relu, pool))
-        if type(relu) is nn.ReLU and type(pool) is nn.MaxPool2d and not pool.return_indices and not hooked:
+        if type(relu) is not nn.ReLU or type(pool) is not nn.MaxPool2d or pool.return_indices:
+            continue
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if not any(getattr(part, kind) for part in (relu, pool) for kind in hooks):  # which would see other numbers
             chain._modules[first], chain._modules[second] = pool, relu
 
 

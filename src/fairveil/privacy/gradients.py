@@ -1,13 +1,14 @@
 """Per-record clipped gradient sums: the one place where a record meets its bound.
 
 Two ways lead to them. Book-keeping (see bookkeeping.py) is the faster one and knows the usual layers; vmap knows
-nearly all. Which one a model takes is found out once, by trying it, and
-whichever it is has agreed with plain autograd on each record alone; a model on which they disagree is refused.
+nearly all. Which one a model takes is found out once, by trying it, and whichever it is has agreed with plain autograd
+on each record alone; a model on which they disagree is refused.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -185,7 +186,7 @@ def _by_book(
     # In numpy: a few hundred numbers take it less time than torch takes to begin.
     norm = _norms(gradients, y.numel()).reshape(y.shape)
     # A norm so far above the bound would need a factor that float32 has no digits for: it is as good as infinite.
-    used = finite = norm <= clip_norm * 2.0**100
+    used = finite = norm <= min(clip_norm * 2.0**100, sys.float_info.max)
     not_finite = np.zeros(len(norm), np.int64)
     if not finite.all():
         bad = torch.from_numpy(~finite).to(weights.device).flatten()

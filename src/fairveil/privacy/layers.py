@@ -82,12 +82,9 @@ class Outer:
 
     def settled(self) -> Outer | Whole:
         """As whole gradients, if these take less work than products of positions with each other."""
-        (_, t, i), o = self.x.shape, self.g.shape[2]
-        return (
-            self
-            if t == 1 or t * (i + o) <= i * o
-            else Whole(self._products().unsqueeze(0), lambda v: self.restore(v[0]))
-        )
+        if _few(self.x.shape[1], self.x.shape[2], self.g.shape[2]):
+            return self
+        return Whole(self._products().unsqueeze(0), lambda v: self.restore(v[0]))
 
     def norms(self) -> Tensor:
         """|sum g x'|^2 = sum over t, s of (x_t . x_s)(g_t . g_s)."""
@@ -173,6 +170,11 @@ def joined(parts: Sequence[Gradients]) -> Gradients:
         x, g = torch.cat([p.x for p in outers], 1), torch.cat([p.g for p in outers], 1)
         return Outer(x, g, first.restore).settled()
     return Whole.of(torch.stack([part.whole().flatten(1) for part in parts]).sum(dim=0))
+
+
+def _few(t: int, i: int, o: int) -> bool:
+    """Whether products of t positions with each other take less work than a whole gradient (o, i)."""
+    return t == 1 or t * (i + o) <= i * o
 
 
 def _same(values: Tensor) -> Tensor:
@@ -308,18 +310,13 @@ class Convolution(Layer):
             lambda: Whole.of(positions.sum(dim=(1, 2)) if bias is None else bias),
         )
 
-    def _few(self, g: Tensor) -> bool:
-        """Whether there are so few positions that products of them take less work than whole gradients."""
-        t, o, i = g.shape[1:3].numel(), g.shape[3], self.weight.shape[2:].numel()
-        return t == 1 or t * (i + o) <= i * o
-
     def _compiled(self, g: Tensor) -> tuple[Whole, Tensor] | None:
         """The gradients of the kernel and of the bias (n, o), by the compiled kernel; None: it has no such form."""
         o, c, kh, kw = self.weight.shape[1:]
+        n, t = g.shape[0], g.shape[1:3].numel()
         simple = self.dilation[1] == 1 and g.device.type == "cpu" and g.dtype == torch.float32
-        if not LEVEL or not simple or self._few(g):
+        if not LEVEL or not simple or _few(t, c * kh * kw, o):
             return None
-        n = g.shape[0]
         values, bias, lengths = g.new_empty(n, kh, kw, c, o), g.new_empty(n, o), g.new_empty(n, dtype=torch.float64)
         images, g = self.x.permute(0, 2, 3, 1).contiguous(), g.contiguous()
         if not _convolution.gradients(
@@ -333,15 +330,13 @@ class Convolution(Layer):
         """For g (n, height, width, o)."""
         o, c, kh, kw = self.weight.shape[1:]
         n, height, width = g.shape[:3]
-        t, i, few = height * width, c * kh * kw, self._few(g)
-        g = g.flatten(1, 2)
+        t, i, g = height * width, c * kh * kw, g.flatten(1, 2)
         above, beside = self.padding
         padded = F.pad(self.x.permute(0, 2, 3, 1), (0, 0, beside, beside, above, above))
         columns = _windows(padded, 2, kw, width, self.stride[1], self.dilation[1])  # (n, h, width, kw, c)
-        if few:
-            patches = _windows(
-                columns, 1, kh, height, self.stride[0], self.dilation[0]
-            )  # (n, height, kh, width, kw, c)
+        if _few(t, i, o):
+            # (n, height, kh, width, kw, c)
+            patches = _windows(columns, 1, kh, height, self.stride[0], self.dilation[0])
             x = patches.transpose(2, 3).reshape(n, t, i)
             return Outer(x, g, lambda v: v.unflatten(2, (kh, kw, c)).permute(0, 1, 4, 2, 3))
         # Otherwise one product for each row of the kernel, on views of what is unfolded along the width only: the
