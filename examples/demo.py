@@ -1,7 +1,8 @@
-"""The demo: a minority under one private model for all, and under a private model for each cluster.
+"""The demo: a minority under one private model for all, and under a private model for each cluster that is found.
 
-Ten clients hold scikit-learn's handwritten digits. Two of them hold them upright, four turned by 90 degrees, four
-by 180: the two are the minority. Both runs promise every client the same: epsilon 8, delta 1e-3, for each record.
+Ten clients hold scikit-learn's handwritten digits. Two of them hold them upright, four turned by 90 degrees, four by
+180: the two are the minority. Nobody tells the server who belongs together. Each run promises every client the same:
+epsilon 8, delta 1e-3, for each record.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ EXAMPLES = Path(__file__).parent / "digits"
 
 def main() -> None:
     results = {}
-    for name in ("global", "oracle"):
+    for name in ("global", "r-dpcfl", "oracle"):
         config = fairveil.load_config(EXAMPLES / f"{name}.toml")
         with RoundBar() as bar:
             results[name] = fairveil.start_run(config, progress=bar.show)
@@ -36,9 +37,14 @@ def main() -> None:
         table.add_row(name, *(f"{figure:.3f}" for figure in figures))
     console = Console(highlight=False)
     console.print(table)
+    found = results["r-dpcfl"].clusters
+    assert found is not None
     console.print(
-        "One model for all leaves the minority behind; a model for each cluster serves it nearly as well as others.\n"
-        "`oracle` was told the clusters: a reference for algorithms that have to find them."
+        "One model for all leaves the minority behind. r-dpcfl, which nobody told who belongs together, found "
+        f"{found['count']} clusters\nin the noisy updates of the first round. oracle was told them.\n"
+        "The model is small, 650 parameters, for noise is added to every parameter: with more of them clusters\n"
+        "are harder to tell apart, and 143 records at a client are few.",
+        soft_wrap=True,
     )
 
 

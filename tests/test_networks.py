@@ -27,6 +27,7 @@ SMALL = {
     "svm of four": ModelSpec("svm", (1, 4, 4), 4),
     "mlp": ModelSpec("mlp", (6,), 3, {"hidden": 5}),
     "cnn": ModelSpec("cnn", (1, 4, 4), 3),
+    "cnn-dp": ModelSpec("cnn-dp", (1, 16, 18), 3),
     "alexnet": ModelSpec("alexnet-small", (1, 28, 28), 3),
     "alexnet, regression": ModelSpec("alexnet-small", (2, 64, 40), 0),
     "resnet": ModelSpec("resnet18-gn", (3, 32, 32), 10),

@@ -16,6 +16,7 @@ from fairveil.algorithms import find_algorithm
 from fairveil.config import RunConfig, make_config
 from fairveil.errors import PrivacyError
 from fairveil.plan import Plan, make_plan
+from fairveil.privacy.mechanisms import canonical
 from fairveil.run import begin, drive, resume_run, run_plan
 from fairveil.store import Checkpoint, Store
 
@@ -118,6 +119,7 @@ def differ(one: Outcome, other: Outcome) -> str | None:
     kept, others = one.checkpoint.personal, other.checkpoint.personal
     pairs: list[tuple[str, Any, Any]] = [("the set of clients with personal state", set(kept), set(others))]
     pairs += [(key, value, other.checkpoint.state[key]) for key, value in one.checkpoint.state.items()]
+    pairs.append(("the average of the served models", one.checkpoint.average, other.checkpoint.average))
     for client in set(kept) & set(others):
         pairs += [(f"{key} of client {client}", v, others[client].get(key)) for key, v in kept[client].items()]
     for what, left, right in pairs:
@@ -194,7 +196,9 @@ def _lowered_noise(trial: _Trial) -> str:
         try:
             drive(lowered, store)
         except PrivacyError:
-            if store.ledger.entries():
+            # what has a noise of its own (a private choice) may have come before
+            planned = {canonical(m) for releases in plan.releases.values() for m in releases}
+            if any(what not in planned for counts in store.ledger.posted().values() for what in counts):
                 raise Broken("it was refused, but only after something was released") from None
             return "refused"
     raise Broken("half the planned noise was accepted")

@@ -84,6 +84,33 @@ def cnn(features: Features, classes: int) -> nn.Module:
     )
 
 
+def cnn_dp(features: Features, classes: int, zero_output: bool = True) -> nn.Module:
+    """A small convolutional network for private training: 14,394 parameters for 28x28 and 10 classes.
+
+    After Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More Data)" (2021), without
+    their hidden layer. Noise grows with the number of parameters, so it has half as many as `cnn`. tanh keeps
+    activations, and so gradients, bounded (Papernot et al., "Tempered Sigmoid Activations for Deep Learning with
+    Differential Privacy", 2021). The output layer starts at zero (zero_output): every class is equally likely at first,
+    and the first steps are not spent on unlearning a random opinion.
+    """
+    channels, height, width = _image("cnn-dp", features, 16)
+    height, width = (((side - 4) // 2 - 4) // 2 for side in (height, width))
+    output = nn.Linear(32 * height * width, classes or 1)
+    if zero_output:
+        nn.init.zeros_(output.weight)
+        nn.init.zeros_(output.bias)
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 8, stride=2, padding=2),
+        nn.Tanh(),
+        nn.MaxPool2d(2, 1),
+        nn.Conv2d(16, 32, 4, stride=2),
+        nn.Tanh(),
+        nn.MaxPool2d(2, 1),
+        nn.Flatten(),
+        output,
+    )
+
+
 def alexnet_small(features: Features, classes: int) -> nn.Module:
     """The small AlexNet, for images of 28 to 64 pixels: 2,472,266 parameters for 3 channels and 10 classes.
 
@@ -307,6 +334,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "svm": SVM,
     "mlp": mlp,
     "cnn": cnn,
+    "cnn-dp": cnn_dp,
     "alexnet-small": alexnet_small,
     "resnet18-gn": resnet18_gn,
     "lstm": LSTM,

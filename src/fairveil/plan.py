@@ -25,7 +25,7 @@ from fairveil.privacy.accounting import (
 )
 from fairveil.privacy.gradients import path_of
 from fairveil.privacy.ledger import FEDERATION, Ledger
-from fairveil.privacy.mechanisms import Mechanism, Releases, canonical, events_of
+from fairveil.privacy.mechanisms import Mechanism, Releases, canonical, events_of, without_leaks
 from fairveil.privacy.statement import Statement, json_number, make_statement
 from fairveil.session import Facts, Terms
 from fairveil.store import UnitPlan
@@ -80,6 +80,12 @@ class Plan:
         )
 
     @property
+    def settled(self) -> dict[str, Any]:
+        """The hyper-parameters that the config left to the planner."""
+        given = self.config.build_algorithm().model_dump()
+        return {key: value for key, value in self.algorithm.model_dump().items() if value != given[key]}
+
+    @property
     def protected(self) -> list[int]:
         """The units that have a ledger of their own: every client, or the federation."""
         return protected_units(self.algorithm, self.facts)
@@ -129,11 +135,14 @@ class Plan:
         }
         public |= self.algorithm.public | {f"answers of {k}": v for k, v in self.algorithm.public_tasks.items()}
         by_size = sorted(self.protected, key=lambda unit: self.terms[unit].size or 0)
+        noised = [without_leaks(releases) for releases in self.releases.values()]
+        prices = _prices(noised, self.config.privacy, self.holders) if any(noised) else []
         return make_statement(
             unit=self.algorithm.unit,
             record=self.federation.record,
             holders=self.federation.holders,
             price=self.price,
+            noised=max((found.epsilon for found in prices), default=math.inf),
             spent=spent,
             planned=[self.releases[unit] for unit in by_size],
             posted=None if posted is None else [posted.get(unit, {}) for unit in by_size],
@@ -156,6 +165,7 @@ class Plan:
             "delta": self.price.delta,
             "noise_multiplier": {"smallest": min(noise), "largest": max(noise)},
             "units": [asdict(u) | {"epsilon": json_number(u.epsilon)} for u in self.units],
+            "settled": self.settled,
             "statement": self.statement().to_json(),
             "note": self.note,
         }
@@ -185,7 +195,10 @@ def make_plan(config: RunConfig) -> Plan:
     noise = [solved[terms[unit].size] for unit in protected]
     releases = [releases_at(unit, z) for unit, z in zip(protected, noise, strict=True)]
     prices = _prices(releases, privacy, holders)
-    _check_budget(privacy, max(found.epsilon for found in prices))
+    noised = [without_leaks(each) for each in releases]
+    _check_budget(privacy, max(found.epsilon for found in _prices(noised, privacy, holders)))
+    if any(getattr(m, "adjacency", privacy.adjacency) != privacy.adjacency for each in releases for m in each):
+        raise TypeError(f"{type(algorithm).__name__} noises for another relation between neighbours than is priced")
     units = [
         UnitPlan(unit, terms[unit].size, z, found.epsilon, found.accountant)
         for unit, z, found in zip(protected, noise, prices, strict=True)
@@ -209,7 +222,7 @@ def _solve(
     assert privacy.epsilon is not None
 
     def events_at(releases_at: Callable[[float], Releases]) -> Callable[[float], Counter[DpEvent]]:
-        return lambda z: events_of(releases_at(z), holders)
+        return lambda z: events_of(without_leaks(releases_at(z)), holders)
 
     requests = {size: events_at(releases_at) for size, releases_at in declared.items()}
     noisy = {size: events for size, events in requests.items() if events(1.0) != events(2.0)}
@@ -243,8 +256,16 @@ def materials(config: RunConfig) -> tuple[Algorithm[Any], Federation, Model, Fac
         classes=federation.classes,
         parameters=model.parameters,
         clip_norm=config.privacy.clip_norm,
+        adjacency=config.privacy.adjacency,
     )
-    return algorithm, federation, model, facts
+
+    def noise(variant: Algorithm[Any], size: int) -> float:
+        def releases_at(z: float) -> Counter[Mechanism]:
+            return all_releases(variant, federation, Terms(facts, size, z))
+
+        return _solve({size: releases_at}, config.privacy, unit_holders(variant, federation))[size]
+
+    return algorithm.settled(facts, noise), federation, model, facts
 
 
 def _check_budget(privacy: PrivacyConfig, epsilon: float) -> None:

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from safetensors.torch import save
 
+from fairveil.clustering import adjusted_rand
 from fairveil.config import RunConfig, load_config
 from fairveil.data.federation import Federation
 from fairveil.engine.blocks import best_block
@@ -56,6 +57,7 @@ class RunResult:
     metrics: Mapping[str, Summary]  # "loss", and "accuracy" or "rmse", over clients' test records
     provenance: Mapping[str, str | int]  # name, seed, config_hash, commit, data_fingerprint, fairveil, code
     clients: int  # all of them; those without test records are not in the metrics
+    clusters: Mapping[str, Any] | None = None  # count, ari, mss, mpo, switch_round ... of a clustered system
 
     @property
     def main(self) -> tuple[str, Summary]:
@@ -75,6 +77,7 @@ class RunResult:
             **self.provenance,
             "clients": self.clients,
             **{name: asdict(summary) for name, summary in self.metrics.items()},
+            **({"clusters": self.clusters} if self.clusters else {}),
             "guarantee": self.statement.sentence(),
         }
 
@@ -158,8 +161,8 @@ def _carry_out(plan: Plan, store: Store, progress: Progress | None) -> RunResult
     try:
         with disk_faults(store.folder):
             begin(plan, store)
-            drive(plan, store, progress)
-            return _finish(plan, store)
+            state = drive(plan, store, progress)
+            return _finish(plan, store, state)
     except KeyboardInterrupt:
         if not (store.folder / "config.toml").exists():
             raise Interrupted("Stopped before anything was planned; nothing was released.") from None
@@ -201,8 +204,8 @@ def begin(plan: Plan, store: Store) -> None:
         store.write("statement.json", json.dumps(plan.statement().to_json(), indent=2).encode())
 
 
-def drive(plan: Plan, store: Store, progress: Progress | None = None) -> None:
-    """The loop: rounds, evaluation, checkpoints."""
+def drive(plan: Plan, store: Store, progress: Progress | None = None) -> object:
+    """The loop: rounds, evaluation, checkpoints. Returns the algorithm's last state."""
     config, algorithm = plan.config, plan.algorithm
     scores: list[Score] = []
 
@@ -220,21 +223,39 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> None:
         )  # fmt: skip
         state, done = algorithm.start(session), 0
         gauge = _Gauge(plan, store) if progress else None
+        average = None
         if checkpoint is not None:
-            done, state = checkpoint.round, type(state)(**checkpoint.state)
+            done, state, average = checkpoint.round, type(state)(**checkpoint.state), checkpoint.average
         for number in range(done + 1, algorithm.rounds + 1):
             started = time.perf_counter()
             session.begin(number)
             state = algorithm.round(session, state)
             _check_finite(state, number)
+            average = _averaged(plan, number, state, average)
             evaluated = number % config.metrics.every == 0 or number == algorithm.rounds
             if evaluated:
-                scores += _evaluate(plan, engine, number, state, personal)
-            store.finish_round(number, time.perf_counter() - started, scores, state, personal)
+                scores += _evaluate(plan, engine, number, _served(plan, state, average), personal)
+            store.finish_round(number, time.perf_counter() - started, scores, state, personal, average)
             scores.clear()
             if progress and gauge:
                 progress(gauge.report(number, _summaries(plan, store)[1] if evaluated else None))
-        _save_models(plan, store, state, scales)
+        _save_models(plan, store, _served(plan, state, average), scales)
+    return state
+
+
+def _averaged(plan: Plan, number: int, state: object, average: torch.Tensor | None) -> torch.Tensor | None:
+    """The mean of the served models over the last rounds up to this one; None: they are not averaged (yet)."""
+    rounds, last = plan.algorithm.rounds, plan.algorithm.average_last
+    served = plan.algorithm.serve(plan.facts, state)
+    if last == 1 or number <= rounds - last or not isinstance(served, Pick):
+        return None
+    return served.rows if average is None else average + (served.rows - average) / (number - (rounds - last))
+
+
+def _served(plan: Plan, state: object, average: torch.Tensor | None) -> Pick | Literal["personal"]:
+    """Which model serves which client."""
+    served = plan.algorithm.serve(plan.facts, state)
+    return served if average is None or not isinstance(served, Pick) else Pick(average, served.index)
 
 
 def _engine(plan: Plan, store: Store, federation: Federation) -> LocalEngine:
@@ -264,10 +285,10 @@ def _scales(plan: Plan, store: Store) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _evaluate(
-    plan: Plan, engine: LocalEngine, number: int, state: object, personal: Mapping[int, Mapping[str, torch.Tensor]]
-) -> list[Score]:
+    plan: Plan, engine: LocalEngine, number: int, served: Pick | Literal["personal"],
+    personal: Mapping[int, Mapping[str, torch.Tensor]],
+) -> list[Score]:  # fmt: skip
     """Score the served models on the clients' test records. The numbers go to the metrics table only."""
-    served = plan.algorithm.serve(plan.facts, state)
     calls = [
         Call(
             client,
@@ -289,7 +310,7 @@ def _evaluate(
     return scores
 
 
-def _finish(plan: Plan, store: Store) -> RunResult:
+def _finish(plan: Plan, store: Store, state: object) -> RunResult:
     """The statement and the result of a run whose rounds are all done."""
     statement = _state(plan, store, complete=True)
     metrics, _ = _summaries(plan, store)
@@ -305,10 +326,19 @@ def _finish(plan: Plan, store: Store) -> RunResult:
     }
     result = RunResult(
         store.folder, name, plan.algorithm.rounds, store.seconds(), statement, metrics, provenance,
-        plan.federation.clients,
+        plan.federation.clients, _clusters(plan, state),
     )  # fmt: skip
     store.write("result.json", json.dumps(result.to_json(), indent=2).encode())
     return result
+
+
+def _clusters(plan: Plan, state: object) -> dict[str, Any] | None:
+    """What a clustered system found, with the adjusted Rand index against the groups of the data."""
+    found = plan.algorithm.found(state)
+    if found is None:
+        return None
+    figures = {key: value for key, value in vars(found).items() if key != "cluster"}
+    return figures | {"ari": adjusted_rand(found.cluster, plan.facts.group), "of_client": found.cluster.tolist()}
 
 
 def _state(plan: Plan, store: Store, *, complete: bool) -> Statement:
@@ -375,9 +405,10 @@ def _diverged(number: int, what: str) -> UserError:
     )
 
 
-def _save_models(plan: Plan, store: Store, state: object, scales: tuple[np.ndarray, np.ndarray] | None) -> None:
+def _save_models(
+    plan: Plan, store: Store, served: Pick | Literal["personal"], scales: tuple[np.ndarray, np.ndarray] | None
+) -> None:
     """The served models under the module's own parameter names, one prefix for each row."""
-    served = plan.algorithm.serve(plan.facts, state)
     if not isinstance(served, Pick):
         return
     tensors = {

@@ -18,6 +18,7 @@ from torch import Tensor
 from fairveil.data.federation import ClientData
 from fairveil.errors import PrivacyError
 from fairveil.models import Model
+from fairveil.privacy.accounting import Adjacency
 from fairveil.privacy.ledger import FEDERATION, Entry, Ledger
 from fairveil.privacy.mechanisms import ClientMechanism, CohortSums, Mechanism, canonical
 from fairveil.privacy.release import MINT, Kept, Plain, Public, Release, Reply, Share, digest_values
@@ -34,6 +35,7 @@ class Facts:
     classes: int
     parameters: int  # p
     clip_norm: float  # c
+    adjacency: Adjacency = "add-remove"
 
     @cached_property
     def clients(self) -> np.ndarray:

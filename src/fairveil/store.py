@@ -92,6 +92,7 @@ class Checkpoint:
     entries: int  # in the ledger when it was saved
     state: Mapping[str, Any]
     personal: dict[int, Mapping[str, Tensor]]
+    average: Tensor | None = None  # of the served models over the last rounds, where that is asked for
 
 
 class Store:
@@ -147,7 +148,7 @@ class Store:
 
     def finish_round(
         self, number: int, seconds: float, scores: Sequence[Score], state: object,
-        personal: Mapping[int, Mapping[str, Tensor]],
+        personal: Mapping[int, Mapping[str, Tensor]], average: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Save a finished round: its metrics, then the checkpoint from which the next one starts.
 
@@ -164,11 +165,15 @@ class Store:
                         for s in scores
                     ],
                 )  # fmt: skip
-            self.checkpoint(number, state, personal)
+            self.checkpoint(number, state, personal, average)
 
-    def checkpoint(self, number: int, state: object, personal: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def checkpoint(
+        self, number: int, state: object, personal: Mapping[int, Mapping[str, Tensor]], average: Tensor | None = None
+    ) -> None:
         """Write a checkpoint; the one before it stays, older ones go."""
         tensors, plain = _take_apart(state)
+        if average is not None:
+            tensors["average/"] = average
         for client, kept in personal.items():
             tensors |= {f"personal/{client}/{name}": value for name, value in kept.items()}
         metadata = {"format": FORMAT, "round": number, "entries": len(self.ledger), "plain": plain}
@@ -331,11 +336,14 @@ def _take_apart(state: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _read_checkpoint(path: Path) -> Checkpoint:
     state: dict[str, Any] = {}
     personal: dict[int, dict[str, Tensor]] = {}
+    average = None
     with safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["run"])
         for key in file.keys():  # noqa: SIM118 (it is not a dictionary)
             kind, _, name = key.partition("/")
-            if kind == "personal":
+            if kind == "average":
+                average = file.get_tensor(key)
+            elif kind == "personal":
                 client, _, name = name.partition("/")
                 personal.setdefault(int(client), {})[name] = file.get_tensor(key)
             else:
@@ -343,4 +351,4 @@ def _read_checkpoint(path: Path) -> Checkpoint:
                 state[name] = value.numpy() if kind == "array" else value
     for name, value in metadata["plain"].items():
         state[name] = float.fromhex(value["float"]) if isinstance(value, dict) else value
-    return Checkpoint(metadata["round"], metadata["entries"], state, dict(personal))
+    return Checkpoint(metadata["round"], metadata["entries"], state, dict(personal), average)

@@ -64,6 +64,15 @@ class Stream:
         words = self._words(-(-count // 2))[:count]
         return torch.from_numpy(np.flatnonzero(words.view("<u8") < np.uint64(int(probability * 2.0**64))))
 
+    def uniform(self, count: int) -> Tensor:
+        """Independent uniform values (count,) of (0, 1), float64: (|w| + 1/2) / 2^63 of a signed word w of 64 bits.
+
+        Those near 0 are as fine as 2^-64; near 1 they are multiples of 2^-53, like all such floats, and 1 itself is
+        left out.
+        """
+        words = torch.from_numpy(self._words(-(-count // 2))[:count])
+        return words.double().abs_().add_(0.5).mul_(2.0**-63).clamp_(max=1 - 2.0**-53)
+
     def normal(self, shape: int | Sequence[int]) -> Tensor:
         """Independent standard normal values, float64.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fairveil.data.federation import Records
 from fairveil.models import Model
+from fairveil.privacy.choice import PrivateChoice
 from fairveil.privacy.mechanisms import CohortSums
 from fairveil.privacy.release import Kept, Reply
 from fairveil.privacy.training import NoisyTraining, train
@@ -41,6 +42,15 @@ def bounded_update(members: Sequence[Member]) -> list[Reply]:
                 weights = weights - cast(float, inputs["learning_rate"]) * gradient
         share, diagnostics = cast(CohortSums, member.mechanism).share({"update": weights - start})
         replies.append(Reply(share, diagnostics=diagnostics))
+    return replies
+
+
+def choose_model(members: Sequence[Member]) -> list[Reply]:
+    """Each client privately chooses among the input "models" (m, p) by its own mechanism, and releases the choice."""
+    replies = []
+    for member in members:
+        release, diagnostics = cast(PrivateChoice, member.mechanism).release(member)
+        replies.append(Reply(release, diagnostics=diagnostics))
     return replies
 
 

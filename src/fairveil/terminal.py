@@ -87,6 +87,12 @@ def print_result(result: Any) -> None:
     out.print(table)
     if summary.clients < result.clients:
         out.print(f"{result.clients - summary.clients:,} clients have no test records and are not scored.")
+    if result.clusters:
+        found = result.clusters
+        line = f"Clusters: {found['count']}, adjusted Rand index {found['ari']:.3f} against the groups of the data"
+        if found["mss"] is not None:
+            line += f"; smallest separation {found['mss']:.1f}, first round decides up to round {found['switch_round']}"
+        out.print(line)
     out.print(f"Worst group: {summary.worst_group} ({metric} {summary.by_group[summary.worst_group]:.3f})")
     out.print(f"Run folder: {result.folder}", soft_wrap=True)
 

@@ -459,6 +459,7 @@ BUILT_IN = {
     "mlp, 17": ModelSpec("mlp", (13,), 3, {"hidden": 17}),
     "mlp, 128": ModelSpec("mlp", (60,), 10),
     "cnn": ModelSpec("cnn", (1, 6, 5), 3),
+    "cnn-dp": ModelSpec("cnn-dp", (2, 17, 20), 3),
     "lstm of ids": ModelSpec("lstm", (7,), 2, {"vocabulary": 40, "embedding": 3, "hidden": 5}),
     "lstm of vectors": ModelSpec("lstm", (7, 4), 0, {"hidden": 5, "layers": 3}),
     "lstm, wide": ModelSpec("lstm", (5,), 2, {"vocabulary": 50, "embedding": 20, "hidden": 20}),

@@ -7,13 +7,20 @@ from typing import Any
 from fairveil.algorithms.base import Algorithm
 from fairveil.algorithms.dp_fedavg import DPFedAvg
 from fairveil.algorithms.global_ import Global
+from fairveil.algorithms.ifca import IFCA
+from fairveil.algorithms.km_cdpfl import KMCDPFL
 from fairveil.algorithms.local import Local
+from fairveil.algorithms.mr_mtl import MRMTL
 from fairveil.algorithms.oracle import Oracle
+from fairveil.algorithms.r_dpcfl import RDPCFL
+from fairveil.algorithms.rc_dpfl import RCDPFL
 from fairveil.errors import UserError, unknown
 from fairveil.options import shown
 from fairveil.plugins import load_object
 
-ALGORITHMS: dict[str, type[Algorithm[Any]]] = {cls.name: cls for cls in (DPFedAvg, Global, Local, Oracle)}
+ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
+    cls.name: cls for cls in (DPFedAvg, Global, IFCA, KMCDPFL, Local, MRMTL, Oracle, RDPCFL, RCDPFL)
+}
 
 
 def find_algorithm(name: str) -> type[Algorithm[Any]]:

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import ClassVar, Generic, Literal, TypeVar, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, cast
 
+import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from fairveil.errors import UserError
+from fairveil.privacy.choice import Score
 from fairveil.privacy.mechanisms import Mechanism
 from fairveil.privacy.release import Plain
 from fairveil.privacy.training import NoisyTraining
@@ -21,6 +26,20 @@ from fairveil.tasks import local_update
 
 Unit = Literal["record", "client"]
 S = TypeVar("S")
+# The noise multiplier that a variant of an algorithm would need for a client of this size.
+NoiseFor = Callable[["Algorithm[Any]", int], float]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The clusters of the clients as a system sees them."""
+
+    cluster: np.ndarray  # (clients,)
+    count: int  # M
+    mss: float | None = None  # smallest separation score over pairs of clusters
+    mpo: float | None = None  # largest overlap of a pair
+    switch_round: int | None = None  # E_c, the last round in which the mixture of the first updates decides
+    iterations: int | None = None  # of the fit
 
 
 class Algorithm(BaseModel, ABC, Generic[S]):
@@ -38,6 +57,25 @@ class Algorithm(BaseModel, ABC, Generic[S]):
     public_tasks: ClassVar[dict[str, str]] = {}  # tasks that may answer with Public values, and why they are public
 
     rounds: int = Field(30, ge=1, description="E, global rounds")
+    average_last: int = Field(1, ge=1, description="the served models are the means over so many last rounds")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.average_last > self.rounds:
+            raise UserError(
+                f"algorithm.average_last = {self.average_last} is more than there are rounds: {self.rounds}.",
+                "The models of rounds that never were cannot be averaged. Nothing was run.",
+                f"algorithm.average_last = {self.rounds}",
+            )
+        return self
+
+    def settled(self, facts: Facts, noise: NoiseFor) -> Self:
+        """This algorithm for this federation: what was left to the planner is decided here, from public facts alone.
+
+        Raises:
+            UserError: it does not fit the federation.
+        """
+        return self
 
     @abstractmethod
     def releases(self, terms: Terms) -> Counter[Mechanism]:
@@ -58,6 +96,10 @@ class Algorithm(BaseModel, ABC, Generic[S]):
     def serve(self, facts: Facts, state: S) -> Pick | Literal["personal"]:
         """Which model serves which client: a row for each, or its own "model" in its personal state."""
 
+    def found(self, state: S) -> Found | None:
+        """What a clustered system has found so far; None: it does not look for clusters."""
+        return None
+
 
 class LocalTraining(Algorithm[S]):
     """What the record-level systems share: every client trains in every round with local DP-SGD.
@@ -71,6 +113,7 @@ class LocalTraining(Algorithm[S]):
     local_epochs: int = Field(1, ge=1, description="K, passes over the records in a round")
     batch_size: int = Field(32, ge=1, description="b, expected size of a Poisson batch")
     learning_rate: float = Field(0.5, gt=0, description="eta")
+    decay: Literal["none", "linear"] = Field("none", description="of eta: linear falls to eta/E in the last round")
 
     def training(self, terms: Terms) -> NoisyTraining:
         """One round of local training under a client's terms."""
@@ -85,13 +128,59 @@ class LocalTraining(Algorithm[S]):
             return Counter()
         return Counter({self.training(terms): self.rounds})
 
-    def updates(self, session: Session, models: Tensor | Pick) -> Tensor:
-        """Every client trains the model (p,), or its own row, and releases the update: (clients, p)."""
-        shared: dict[str, Plain] = {"learning_rate": self.learning_rate}
+    def updates(
+        self, session: Session, models: Tensor | Pick, training: Callable[[Terms], NoisyTraining] | None = None,
+        **inputs: Plain,
+    ) -> Tensor:  # fmt: skip
+        """Every client trains the model (p,), or its own row, and releases the update: (clients, p).
+
+        Args:
+            training: other than the usual round.
+            inputs: what else the training takes, the same for all.
+        """
+        left = 1 - (session.round - 1) / self.rounds if self.decay == "linear" else 1.0
+        shared: dict[str, Plain] = {"learning_rate": self.learning_rate * left, **inputs}
         each = {}
         if isinstance(models, Pick):
             each["model"] = models
         else:
             shared["model"] = models
-        replies = session.ask(local_update, session.facts.clients, mechanism=self.training, shared=shared, each=each)
+        mechanism = training or self.training
+        replies = session.ask(local_update, session.facts.clients, mechanism=mechanism, shared=shared, each=each)
         return torch.stack([cast(Tensor, reply["update"]) for reply in replies])
+
+
+def moved(models: Tensor, cluster: np.ndarray, updates: Tensor, weight: np.ndarray | None = None) -> Tensor:
+    """theta_m + the weighted mean of its members' updates; a cluster without members stays as it is.
+
+    Args:
+        models: (clusters, p).
+        cluster: of each client (clients,).
+        updates: (clients, p).
+        weight: of each client (clients,); None: all the same.
+    """
+    share = np.zeros((len(models), len(cluster)))
+    share[cluster, np.arange(len(cluster))] = 1.0 if weight is None else weight
+    share /= np.maximum(share.sum(axis=1, keepdims=True), np.finfo(float).tiny)
+    return models + torch.from_numpy(share).to(updates.dtype) @ updates
+
+
+def check_count(clusters: int, facts: Facts) -> None:
+    """Refuse more clusters than there are clients."""
+    clients = len(facts.size)
+    if clusters > clients:
+        raise UserError(
+            f"algorithm.clusters = {clusters} is more than there are clients: {clients}.",
+            "A cluster without a client has nobody to train its model. Nothing was run.",
+            f"algorithm.clusters = {clients}, or fewer",
+        )
+
+
+def check_score(score: Score, facts: Facts) -> None:
+    """Refuse to count correct predictions where none can be."""
+    if score == "correct" and not facts.classes:
+        raise UserError(
+            'algorithm.score = "correct" makes no sense in a regression.',
+            "No prediction of a number is simply right. Nothing was run.",
+            'algorithm.score = "loss"',
+        )

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from fairveil.algorithms.base import LocalTraining
+from fairveil.algorithms.base import LocalTraining, moved
 from fairveil.session import Facts, Pick, Session
 
 
@@ -34,12 +33,7 @@ class Oracle(LocalTraining[State]):
     def round(self, session: Session, state: State) -> State:
         cluster = session.facts.group
         updates = self.updates(session, Pick(state.models, cluster))
-        models = state.models.clone()
-        for m in range(len(models)):
-            members = torch.from_numpy(cluster == m)
-            if members.any():
-                models[m] += updates[members].mean(dim=0)
-        return State(models)
+        return State(moved(state.models, cluster, updates))
 
     def serve(self, facts: Facts, state: State) -> Pick:
         return Pick(state.models, facts.group)

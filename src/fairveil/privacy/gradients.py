@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -222,7 +222,13 @@ def _written(model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor) ->
 
 def _by_vmap(model: Model, weights: Tensor, x: Tensor, y: Tensor, clip_norm: float) -> ClippedSums:
     """The same by vmap, for one client; float64 throughout, since speed is lost anyway."""
-    gradients = record_gradients(model, weights, x, y)
+    return _clipped(record_gradients(model, weights, x, y), clip_norm)
+
+
+def _clipped(gradients: Tensor, clip_norm: float, extra: Tensor | None = None) -> ClippedSums:
+    """The sum of explicit gradients (n, p), each with what is added to it, clipped."""
+    if extra is not None:
+        gradients = gradients + extra
     norm = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64)
     finite = torch.isfinite(norm)
     factor = torch.where(finite, (clip_norm * ROUNDING / norm).clamp(max=1.0), 0.0)
@@ -232,10 +238,37 @@ def _by_vmap(model: Model, weights: Tensor, x: Tensor, y: Tensor, clip_norm: flo
     return ClippedSums(total, (norm[finite] > clip_norm).sum().view(1).cpu(), (~finite).sum().view(1).cpu())
 
 
-def record_gradients(model: Model, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """The gradient of each record's loss, (n, p), by vmap: exact for any module that treats records apart."""
+def objective_sum(
+    model: Model, weights: Tensor, records: Records, drawn: Tensor, clip_norm: float, *,
+    copied: Callable[[Tensor], Tensor] | None = None, extra: Tensor | None = None,
+) -> ClippedSums:  # fmt: skip
+    """The clipped sum of one client, by vmap, of gradients that book-keeping does not know.
+
+    Args:
+        weights: (p,).
+        copied: records (n, ...) -> copies of each (n, copies, ...), over which its gradient is averaged.
+        extra: (p,) added to every record's gradient before it is clipped.
+    """
+    at_once = max(1, min(MICRO_BATCH, MICRO_NUMBERS // model.parameters))
+    total = torch.zeros(1, model.parameters, dtype=torch.float64)
+    clipped, not_finite = torch.zeros(2, 1, dtype=torch.int64)
+    for rows in drawn.split(at_once) if len(drawn) else ():
+        x, y = records.x[rows], records.y[rows]
+        gradients = record_gradients(model, weights, copied(x) if copied else x, y, copied is not None)
+        part = _clipped(gradients, clip_norm, extra)
+        total, clipped, not_finite = total + part.total, clipped + part.clipped, not_finite + part.not_finite
+    return ClippedSums(total, clipped, not_finite)
+
+
+def record_gradients(model: Model, weights: Tensor, x: Tensor, y: Tensor, copies: bool = False) -> Tensor:
+    """The gradient of each record's loss, (n, p), by vmap: exact for any module that treats records apart.
+
+    With `copies` x is (n, copies, ...), and a record's loss is the mean over its copies.
+    """
 
     def loss(parameters: dict[str, Tensor], one_x: Tensor, one_y: Tensor) -> Tensor:
+        if copies:
+            return model.losses(parameters, one_x, one_y.expand(len(one_x))).mean()
         return model.losses(parameters, one_x.unsqueeze(0), one_y.unsqueeze(0)).squeeze(0)
 
     by_name = vmap(grad(loss), in_dims=(None, 0, 0), randomness="error")(model.unflatten(weights), x, y)

@@ -96,6 +96,14 @@ def events_of(releases: Releases, times: int = 1) -> Counter[DpEvent]:
     return events
 
 
+def without_leaks(releases: Releases) -> Counter[Mechanism]:
+    """What has a price: without the mechanisms that release something exactly, as some papers do.
+
+    The guarantee of a run that leaks is none; what the rest would cost can still be told beside it.
+    """
+    return Counter({m: n for m, n in releases.items() if not isinstance(m.event, NonPrivateDpEvent)})
+
+
 def sampled_gaussian(sample_rate: float, noise_multiplier: float) -> DpEvent:
     """The event of one noisy sum of a Poisson sample; no noise means no guarantee, never a number."""
     if noise_multiplier <= 0:

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from fairveil.privacy.accounting import Price
-from fairveil.privacy.mechanisms import Mechanism
+from fairveil.privacy.mechanisms import Mechanism, without_leaks
 
 NoiseSource = Literal["reproducible", "secret"]
 NOISE_SOURCES: Mapping[NoiseSource, str] = {
@@ -50,6 +50,8 @@ class Statement:
     units: int  # how many ledgers: clients, or 1 for the federation
     adjacency: str
     epsilon: float  # the plan's, the largest over units: what is guaranteed
+    epsilon_without_leaks: float  # the same, but for what is sent without noise
+    leaks: tuple[str, ...]  # kinds of release that have no noise
     epsilon_spent: float | None  # by what was posted, the largest over units; None in a plan
     delta: float
     accountant: str
@@ -83,12 +85,17 @@ class Statement:
         """Plain values; an infinite epsilon is the string "infinity"."""
         plain = asdict(self)
         plain["epsilon"] = json_number(self.epsilon)
+        plain["epsilon_without_leaks"] = json_number(self.epsilon_without_leaks)
         plain["epsilon_spent"] = None if self.epsilon_spent is None else json_number(self.epsilon_spent)
         return plain | {"sentence": self.sentence()}
 
     def _guarantee(self) -> str:
         if math.isinf(self.epsilon):
-            return "NONE (epsilon is infinite): something is sent without noise"
+            none = "NONE (epsilon is infinite): something is sent without noise"
+            if math.isinf(self.epsilon_without_leaks):
+                return none
+            what = " and ".join(self.leaks)
+            return f"{none}; but for the {what} it would be ({rounded_up(self.epsilon_without_leaks)}, {self.delta!r})"
         if self.unit == "client":
             seen, whom = "what is published of the training", "one client with all its records"
         elif self.holders == 1:
@@ -118,6 +125,7 @@ def make_statement(
     record: str,
     holders: int,
     price: Price,
+    noised: float,
     spent: float | None,
     planned: Sequence[Mapping[Mechanism, int]],
     posted: Sequence[Mapping[Mechanism, int]] | None,
@@ -131,6 +139,7 @@ def make_statement(
     Args:
         record, holders: as in Federation.
         price: of the plan, the largest over units.
+        noised: epsilon of all that has noise, the largest over units.
         spent: epsilon of what was posted, the largest over units; None before anything could be.
         planned, posted: by unit, in the same order, the smallest unit first.
     """
@@ -142,6 +151,8 @@ def make_statement(
         units=len(planned),
         adjacency=price.adjacency,
         epsilon=price.epsilon,
+        epsilon_without_leaks=noised,
+        leaks=tuple(sorted({m.kind for releases in planned for m in releases.keys() - without_leaks(releases).keys()})),
         epsilon_spent=spent,
         delta=price.delta,
         accountant=price.accountant,

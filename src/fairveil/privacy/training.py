@@ -6,15 +6,21 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from dp_accounting import DpEvent, SelfComposedDpEvent
 from torch import Tensor
 
-from fairveil.privacy.gradients import clipped_sums, path_of
+from fairveil.privacy.gradients import ClippedSums, clipped_sums, objective_sum, path_of
 from fairveil.privacy.mechanisms import Client, grid, noise_std, sampled_gaussian
 from fairveil.privacy.release import MINT, Release
+from fairveil.streams import Stream
+
+SHIFT = 2  # pixels by which a perturbed copy is moved at most, each way
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,10 @@ class NoisyTraining:
     most `clip_norm` (by 2 * `clip_norm` under replace, which the accountant knows). Dividing by the constant
     `expected_batch`, taking the step and sending the difference after the last step is post-processing. An
     empty batch is a noise-only step: whether a batch was empty is not visible.
+
+    With `copies` a record comes with all its perturbed copies at once, and it is the mean of their gradients that is
+    clipped: one record still moves the sum by at most `clip_norm`. (The perturbations are drawn without a look at the
+    records, and the bound holds for whatever was drawn.)
     """
 
     sample_rate: float  # q
@@ -34,9 +44,10 @@ class NoisyTraining:
     clip_norm: float  # c
     noise_multiplier: float  # z
     expected_batch: float  # b; public, never the drawn size
+    copies: int = 1  # tau, of each record; the first is the record itself
 
     def __post_init__(self) -> None:
-        sampled = 0 < self.sample_rate <= 1 and self.steps >= 1
+        sampled = 0 < self.sample_rate <= 1 and self.steps >= 1 and self.copies >= 1
         if not (sampled and self.clip_norm > 0 and 0 <= self.noise_multiplier < math.inf):
             raise ValueError(f"{self} makes no sense")
         noise_std(self.clip_norm, self.noise_multiplier)
@@ -60,21 +71,26 @@ class NoisyTraining:
         return SelfComposedDpEvent(sampled_gaussian(self.sample_rate, self.noise_multiplier), self.steps)
 
     def describe(self) -> str:
+        copies = f" of the mean over {self.copies} perturbed copies" if self.copies > 1 else ""
         return (
             f"{self.steps} DP-SGD step{'s' * (self.steps > 1)}, sampling rate {self.sample_rate:.4g}, "
-            f"clip {self.clip_norm:g}, noise multiplier {self.noise_multiplier:.4f}"
+            f"clip {self.clip_norm:g}{copies}, noise multiplier {self.noise_multiplier:.4f}"
         )
 
     def release(self, client: Client) -> tuple[Release, dict[str, float]]:
-        """Train from the input "model" at the input "learning_rate" and release the update, see `train`."""
+        """Train from the input "model" at the input "learning_rate" and release the update, see `train`.
+
+        With an input "centre" (p,) every step is pulled towards it: the gradient gets "pull" * (weights - centre) on
+        top, after the clip, or with each record's gradient inside it ("pull_inside").
+        """
         return train([self], [client])[0]
 
 
 def train(mechanisms: Sequence[NoisyTraining], clients: Sequence[Client]) -> list[tuple[Release, dict[str, float]]]:
     """Each client trains under its own mechanism; they share what arithmetic they can, and nothing else.
 
-    The start is an input, so it came from the server and is a function of earlier releases. A start from the client's
-    own state could depend on a record, and then every gradient would: no bound would hold.
+    The start is an input, so it came from the server and is a function of earlier releases; so is a centre. A start
+    from the client's own state could depend on a record, and then every gradient would: no bound would hold.
 
     Clients draw batches of different sizes, so they do not march in step: those whose next batches are equally long
     go together, the largest such group first. A client's own steps come in order, each from its own stream, so that
@@ -88,11 +104,12 @@ def train(mechanisms: Sequence[NoisyTraining], clients: Sequence[Client]) -> lis
     start = torch.stack([client.inputs["model"] for client in clients])
     weights = start.clone()
     runners = [_Runner(number, *pair) for number, pair in enumerate(zip(mechanisms, clients, strict=True))]
-    waiting: dict[tuple[int, float], list[_Runner]] = defaultdict(list)
+    waiting: dict[tuple[int, float, int], list[_Runner]] = defaultdict(list)
 
     def draw(runner: _Runner) -> None:
         if runner.draw():
-            waiting[path.padded(len(runner.batch)), runner.mechanism.clip_norm].append(runner)
+            alone = -1 if runner.plain else runner.number
+            waiting[path.padded(len(runner.batch)), runner.mechanism.clip_norm, alone].append(runner)
 
     for runner in runners:
         draw(runner)
@@ -102,7 +119,10 @@ def train(mechanisms: Sequence[NoisyTraining], clients: Sequence[Client]) -> lis
         rows = [runner.number for runner in group]
         mine = weights if len(group) == len(clients) else weights[rows]
         records = [runner.client.data.train for runner in group]
-        sums = clipped_sums(model, mine, records, [runner.batch for runner in group], ready[1])
+        if group[0].plain:
+            sums = clipped_sums(model, mine, records, [runner.batch for runner in group], ready[1])
+        else:
+            sums = group[0].own_sum(mine[0])
         counts = torch.stack([sums.clipped, sums.not_finite], dim=1).tolist()
         for runner, total, (clipped, not_finite) in zip(group, sums.total, counts, strict=True):
             runner.step(weights[runner.number], total)
@@ -122,6 +142,11 @@ class _Runner:
         self.std = noise_std(mechanism.clip_norm, mechanism.noise_multiplier)
         largest = torch.finfo(torch.float32).max  # beyond it torch refuses; so large a step ends the run anyway
         self.rate = min(client.inputs["learning_rate"] / mechanism.expected_batch, largest)
+        self.centre: Tensor | None = client.inputs.get("centre")
+        self.pull: float = client.inputs["pull"] if self.centre is not None else 0.0
+        self.inside = bool(client.inputs.get("pull_inside", False))
+        self.copies = Stream(*client.key, "copies").numpy if mechanism.copies > 1 else None
+        self.plain = self.copies is None and not self.inside  # gradients that the fast path knows
         self.batch: Tensor
         self.drawn = self.clipped = self.not_finite = 0
 
@@ -132,13 +157,39 @@ class _Runner:
             self.drawn += len(self.batch)
         return self.left > 0
 
+    def own_sum(self, weights: Tensor) -> ClippedSums:
+        """The clipped sum of an objective of its own: the mean over copies, or a pull inside the clip."""
+        records, extra, copied = self.client.data.train, None, None
+        if self.inside and self.centre is not None:
+            extra = self.pull * (weights - self.centre)
+        if self.copies is not None:
+            copied = partial(perturbed, copies=self.mechanism.copies, random=self.copies)
+        return objective_sum(
+            self.client.model, weights, records, self.batch, self.mechanism.clip_norm, copied=copied, extra=extra
+        )
+
     def step(self, weights: Tensor, total: Tensor) -> None:
         """Noise the sum of clipped gradients (p,), both in place, and take the step."""
         if self.std:
             self.stream.add_noise(total, self.std, grid(self.std))
+        if self.centre is not None and not self.inside:
+            weights.lerp_(self.centre, self.client.inputs["learning_rate"] * self.pull)
         weights.sub_(total, alpha=self.rate)  # client by client, while the sum is still in the cache
         self.left -= 1
 
     def released(self, update: Tensor) -> tuple[Release, dict[str, float]]:
         diagnostics = {"clipped": self.clipped / max(self.drawn, 1), "not_finite": float(self.not_finite)}
         return Release({"update": update}, self.mechanism, self.client.key, MINT), diagnostics
+
+
+def perturbed(x: Tensor, copies: int, random: np.random.Generator) -> Tensor:
+    """Images (n, channels, height, width) -> (n, copies, channels, height, width).
+
+    The first copy is the image itself; each other one is moved by up to SHIFT pixels each way, its edge repeated.
+    """
+    height, width = x.shape[-2:]
+    padded = F.pad(x, (SHIFT,) * 4, mode="replicate")
+    placed = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (n, channels, down, right, height, width)
+    at = torch.from_numpy(random.integers(0, 2 * SHIFT + 1, (2, len(x), copies)))
+    at[:, :, 0] = SHIFT
+    return placed[torch.arange(len(x)).unsqueeze(1), :, at[0], at[1]]

@@ -20,6 +20,7 @@ WORDS = ("variant", "status", "error", "config_hash", "commit", "data_fingerprin
 COUNTS = ("seed", "rounds")
 NUMBERS = ("epsilon", "epsilon_spent", "delta", "seconds")
 FROM_RESULT = ("commit", "data_fingerprint", "fairveil", "algorithm", "rounds", *NUMBERS)
+CLUSTERS = ("count", "ari", "mss", "mpo", "switch_round")  # of a clustered system
 FIGURES = ("worst", "best", "worst_10_percent", "disparity", "variance", "clients")  # of every metric
 
 
@@ -55,6 +56,7 @@ def make_table(sweep: Sweep, results: Mapping[Cell, Mapping[str, Any]], errors: 
         for metric, summary in result.items():
             if isinstance(summary, dict) and "by_group" in summary:
                 row |= _figures(metric, summary)
+        row |= {f"clusters_{key}": result["clusters"][key] for key in CLUSTERS if "clusters" in result}
         rows.append(row)
     table = pd.DataFrame(rows, columns=list(dict.fromkeys(key for row in rows for key in row)))
     for key in sweep.keys:
@@ -64,7 +66,7 @@ def make_table(sweep: Sweep, results: Mapping[Cell, Mapping[str, Any]], errors: 
             table[key] = table[key].astype("str").where(table[key].notna(), None)
         elif key in COUNTS or key.endswith("_clients"):
             table[key] = table[key].astype("Int64")
-        elif key in NUMBERS:
+        elif key in NUMBERS or key.startswith("clusters_"):
             table[key] = table[key].replace("infinity", math.inf).astype(float)
     return table
 
