@@ -18,7 +18,7 @@ from fairveil.data.shares import Columns as Columns
 from fairveil.data.shares import Shares as Shares
 from fairveil.data.shares import Split as Split
 from fairveil.data.shifts import Shift, check_rotatable
-from fairveil.data.skews import Dirichlet, OneClass, PowerLaw, Shards
+from fairveil.data.skews import Dirichlet, OneClass, PowerLaw, Shards, apportion
 from fairveil.errors import UserError, nearest
 from fairveil.options import parse, shown
 from fairveil.streams import Stream
@@ -88,11 +88,23 @@ class Cut(Split):
         clients: in all, or in each group.
         records: how many each client holds; None: the whole pool is dealt out (sizes differ by at most one).
         overlap: whether clients draw from the whole pool, each by itself; needs `records`.
+        spread: sizes are log-normal, with this standard deviation of their logarithm; 0: equal. The whole pool is dealt.
     """
 
     clients: int | tuple[int, ...]
     records: PositiveInt | None = Field(None, examples=[100])
     overlap: bool = False
+    spread: float = Field(0.0, ge=0, le=5)
+
+    @model_validator(mode="after")
+    def _equal_or_not(self) -> Self:
+        if self.spread and self.records is not None:
+            raise UserError(
+                f"data.split.spread = {self.spread:g} does not go with data.split.records = {self.records}.",
+                "Clients of different sizes share the whole pool.",
+                "data.split.spread = 0, or leave out data.split.records",
+            )
+        return self
 
     @model_validator(mode="after")
     def _records_to_draw(self) -> Self:
@@ -153,6 +165,10 @@ class Cut(Split):
             draws = (Stream(seed, "partition", "overlap", client).numpy for client in range(clients))
             return Shares.of([draw.choice(rows, self.records, replace=False) for draw in draws])
         shuffled = Stream(seed, "partition").numpy.permutation(rows)
+        if self.spread:
+            weights = np.exp(self.spread * Stream(seed, "partition", "sizes").numpy.standard_normal(clients))
+            sizes = 1 + apportion(rows - clients, weights)  # nobody is left without a row
+            return Shares.of(np.split(shuffled, sizes.cumsum()[:-1]))
         dealt = rows if self.records is None else clients * self.records
         return Shares.of(np.array_split(shuffled[:dealt], clients))
 
