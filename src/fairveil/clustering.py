@@ -5,7 +5,7 @@ standard deviation s_i per coordinate it knows exactly. Clients are few (n) and 
 told is in the n x n Gram matrix of the updates.
 
 Two ways. `paper` is the published one of R-DPCFL (Malekmohammadi, Taik, Farnadi, "Differentially Private Clustered
-Federated Learning", 2025): a Gaussian mixture on two principal components. `loo` is ours: the known noise comes off,
+Federated Learning", 2024): a Gaussian mixture on two principal components. `loo` is ours: the known noise comes off,
 clients weigh by how little noise they carry, and a client is compared with the mean of a cluster *without itself*, so
 that its own noise never speaks for where it is. docs/clustering.md has the formulas and what was measured.
 """

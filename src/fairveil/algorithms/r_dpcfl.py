@@ -1,6 +1,6 @@
 """`r-dpcfl`: robust differentially private clustered federated learning.
 
-Malekmohammadi, Taik and Farnadi, "Differentially Private Clustered Federated Learning" (2025), Algorithm 1. In the
+Malekmohammadi, Taik and Farnadi, "Differentially Private Clustered Federated Learning" (2024), Algorithm 1. In the
 first round every client trains the same model on all its records at once, and the server clusters the noisy updates.
 Up to round E_c these clusters are trained. Then each client privately chooses the cluster whose model suits it best.
 Privacy unit: one record of a client. Trust: nobody.
