@@ -69,7 +69,7 @@ def test_the_readme_example_runs_as_a_script(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
-@pytest.mark.parametrize("name", ["global", "oracle"])
+@pytest.mark.parametrize("name", ["global", "r-dpcfl", "oracle"])
 def test_the_readme_shows_what_the_demo_prints(name: str, tmp_path: Path) -> None:
     """Within 0.02: another machine may round a gradient differently, and one of 359 test records is 0.003."""
     row = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"│ {name} "))

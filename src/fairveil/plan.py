@@ -273,8 +273,8 @@ def _check_budget(privacy: PrivacyConfig, epsilon: float) -> None:
     if privacy.epsilon is not None and epsilon > privacy.epsilon:
         raise UserError(
             f"privacy.epsilon = {privacy.epsilon:g} is less than what is released costs: {epsilon:.3f}.",
-            "More noise in training would not help: what comes before it has a noise of its own.",
-            "a larger data.options.statistics_noise, or a larger privacy.epsilon",
+            "More noise in training would not help: column statistics and private choices have a noise of their own.",
+            "a larger data.options.statistics_noise, a smaller algorithm.select_epsilon, or a larger privacy.epsilon",
         )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -289,23 +289,30 @@ def _evaluate(
     personal: Mapping[int, Mapping[str, torch.Tensor]],
 ) -> list[Score]:  # fmt: skip
     """Score the served models on the clients' test records. The numbers go to the metrics table only."""
+    rows = served.index.tolist() if isinstance(served, Pick) else None
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)  # clients whose scores are one and the same
+    for client, group in enumerate(plan.federation.group.tolist()):
+        alike[(rows[client], group) if rows and plan.federation.common_tests else (client,)].append(client)
+    by_first = {clients[0]: clients for clients in alike.values()}
     calls = [
         Call(
             client,
             {"model": served[client]} if isinstance(served, Pick) else {},
             personal=personal.get(client, {}),
         )
-        for client in plan.facts.clients.tolist()
+        for client in by_first
     ]
     scores = []
-    for client, reply in engine.run(Job(evaluate, f"round {number}, evaluation", {}, calls)):
-        cluster = int(served.index[client]) if isinstance(served, Pick) else None
+    for first, reply in engine.run(Job(evaluate, f"round {number}, evaluation", {}, calls)):
+        cluster = rows[first] if rows else None
         values = dict(reply.diagnostics)
         n = int(values.pop("n"))  # 0: this client has nothing to be tested on, and gets no score
         if not all(math.isfinite(value) for value in values.values()):
-            raise _diverged(number, f"the loss of client {client}")
+            raise _diverged(number, f"the loss of client {first}")
         scores += [
-            Score(number, client, "test", "served", metric, value, cluster, n) for metric, value in values.items()
+            Score(number, client, "test", "served", metric, value, cluster, n)
+            for client in by_first[first]
+            for metric, value in values.items()
         ]
     return scores
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -35,14 +35,16 @@ class IFCA(LocalTraining[State]):
     name: ClassVar[str] = "ifca"
 
     clusters: int = Field(4, ge=1, description="M")
-    select_rounds: int | Literal["all"] = Field("all", description="choose in so many first rounds")
+    select_rounds: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
+        "all", description="choose in so many first rounds"
+    )
     select_epsilon: float = Field(0.1, gt=0, description="of one choice: its bounded range")
     score: Score = Field("correct", description='what a choice counts: "correct" records, or their clipped "loss"')
     faithful: bool = Field(False, description="choose by the exact loss: without a guarantee")
 
     def settled(self, facts: Facts, noise: NoiseFor) -> Self:
         check_count(self.clusters, facts)
-        check_score(self.score, facts)
+        check_score("loss" if self.faithful else self.score, facts)
         return self
 
     def choice(self, terms: Terms) -> PrivateChoice:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -56,9 +56,11 @@ class State:
 class RDPCFL(LocalTraining[State]):
     name: ClassVar[str] = "r-dpcfl"
 
-    clusters: int | Literal["auto"] = Field("auto", description="M; auto: found in the first round, may be 1")
+    clusters: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="M; auto: found in the first round, may be 1"
+    )
     projection: Projection = Field("loo", description='how updates are clustered; "paper": as the paper does')
-    first_round_factor: float | Literal["auto"] = Field(
+    first_round_factor: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto", description="f: noise multiplier of round 1 over that of the others; auto: the planner decides"
     )
     expected_separation: float = Field(

@@ -10,7 +10,7 @@ Privacy unit: one record of a client. Trust: nobody.
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ from fairveil.session import Terms
 class RCDPFL(RDPCFL):
     name: ClassVar[str] = "rc-dpfl"
 
-    clusters: int | Literal["auto"] = Field(4, description="M")
+    clusters: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(4, description="M")
     switch_round: int = Field(10, ge=1, description="E_c, the last round in which the mixture decides")
     score: Score = Field("loss", description='what a choice counts: "correct" records, or their clipped "loss"')
     weights: Literal["equal", "size"] = Field("size", description="of clients in a cluster: equal, or declared size")

@@ -113,6 +113,7 @@ class Federation:
         originals: how many different records the clients hold between them, where they overlap.
         tokens: if records hold the numbers of words, from 0 on, how many there are; None: they hold amounts.
         standardise: what is left to be done before training, by statistics that have a price.
+        common_tests: whether all clients of a group are tested on the same records.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Federation:
     originals: int | None = None
     tokens: int | None = None
     standardise: Standardise | None = None
+    common_tests: bool = False
 
     def __post_init__(self) -> None:
         for column, at_least in (("size", 1), ("group", 0)):

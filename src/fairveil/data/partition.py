@@ -88,7 +88,7 @@ class Cut(Split):
         clients: in all, or in each group.
         records: how many each client holds; None: the whole pool is dealt out (sizes differ by at most one).
         overlap: whether clients draw from the whole pool, each by itself; needs `records`.
-        spread: sizes are log-normal, with this standard deviation of their logarithm; 0: equal. The whole pool is dealt.
+        spread: of log-normal sizes, the standard deviation of their logarithm; 0: equal. The whole pool is dealt out.
     """
 
     clients: int | tuple[int, ...]

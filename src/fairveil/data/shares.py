@@ -83,6 +83,7 @@ class Columns:
         data = (self.train.x, self.train.y, *test, self.classes)
         mark = fingerprint(*data, self.share.rows, self.share.start, *held, self.group, *groups, *shifts)
         features = tuple(self.train.x.shape[1:])
+        more |= {"common_tests": self.held is None}
         return Federation(name, self.share.size, self.group, groups, features, self.classes, self, mark, **more)
 
 

@@ -41,7 +41,8 @@ class PrivateChoice:
     Unifying Privacy Loss Composition for Data Analytics", 2021; a short proof is in Rogers and Steinke, "A Better
     Privacy Analysis of the Exponential Mechanism", 2021). The event states the range and the accountant prices it.
 
-    An infinite epsilon is the exact best, the first among equals, whatever their prior: no guarantee.
+    An infinite epsilon is the exact best, the first among equals, whatever their prior and with losses as they are: no
+    guarantee.
     """
 
     epsilon: float  # bounded range
@@ -129,7 +130,12 @@ class PrivateChoice:
         return scores
 
     def _bounded(self, losses: Tensor) -> Tensor:
-        """Losses (n,) as shares of the bound, within [0, 1]; one that is not finite counts as the bound."""
+        """Losses (n,) as shares of the bound, within [0, 1]; one that is not finite counts as the bound.
+
+        The exact choice promises nothing, so it needs no bound.
+        """
+        if self.epsilon == math.inf:
+            return losses.double().nan_to_num(math.inf)
         losses = losses.double().where(losses.isfinite(), self.loss_bound)
         return (losses.clamp(0, self.loss_bound) / self.loss_bound / UNIT).trunc() * UNIT
 

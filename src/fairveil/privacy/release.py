@@ -41,7 +41,7 @@ def digest_values(*many: Mapping[str, Plain], before: bytes = b"") -> bytes:
             value = values[name]
             if isinstance(value, Tensor):
                 add(f"{number} {name} {value.dtype} {tuple(value.shape)}".encode())
-                add(value.detach().reshape(-1).numpy().view(np.uint8).data)
+                add(value.detach().contiguous().view(-1).numpy().view(np.uint8).data)
             elif isinstance(value, int | float | str | bool):
                 text = value.hex() if isinstance(value, float) else repr(value)
                 add(f"{number} {name} {type(value).__name__} {text}".encode())
