@@ -40,8 +40,9 @@ def main() -> None:
     found = results["r-dpcfl"].clusters
     assert found is not None
     console.print(
-        "One model for all leaves the minority behind. r-dpcfl was told only that there are three clusters; it found who\n"
-        f"belongs together in the noisy updates of the first round (adjusted Rand index {found['ari']:.2f}). oracle was told.\n"
+        "One model for all leaves the minority behind. r-dpcfl was told only that there are three clusters; it found\n"
+        "who belongs together in the noisy updates of the first round (adjusted Rand index "
+        f"{found['ari']:.2f}). oracle was told.\n"
         "The model is small, 650 parameters, for noise is added to every parameter: with more of them clusters are\n"
         "harder to tell apart, and 143 records at a client are few.",
         soft_wrap=True,
