@@ -72,12 +72,17 @@ class Plan:
 
     @property
     def note(self) -> str | None:
-        """What the user may want to know beforehand: that the model will be slow, and why."""
-        obstacle = path_of(self.model).obstacle if self.algorithm.unit == "record" else None
-        return obstacle and (
-            "Per-record gradients of this model go through torch.func.vmap, the slower way: there is no "
-            f"rule for {obstacle}."
-        )
+        """What the user may want to know beforehand: that the model will be slow, and why; that clusters may hide."""
+        if self.algorithm.unit != "record":
+            return None
+        notes = [self.algorithm.caution(min(self.terms.values(), key=lambda terms: terms.size or 0))]
+        obstacle = path_of(self.model).obstacle
+        if obstacle:
+            notes.append(
+                "Per-record gradients of this model go through torch.func.vmap, the slower way: there is no "
+                f"rule for {obstacle}."
+            )
+        return " ".join(note for note in notes if note) or None
 
     @property
     def settled(self) -> dict[str, Any]:

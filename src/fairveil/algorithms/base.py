@@ -77,6 +77,10 @@ class Algorithm(BaseModel, ABC, Generic[S]):
         """
         return self
 
+    def caution(self, terms: Terms) -> str | None:
+        """What may go wrong under the terms of the smallest client, for whoever reads the plan; None: nothing known."""
+        return None
+
     @abstractmethod
     def releases(self, terms: Terms) -> Counter[Mechanism]:
         """All that one unit will ever release, for a client or (`terms.size` is None) for the federation.

@@ -100,12 +100,26 @@ class RDPCFL(LocalTraining[State]):
         if self.faithful:
             return 1.0
         smallest = int(facts.size.min())
-        needed = DETECTABLE * facts.parameters**0.25
         for factor in FACTORS:
-            z = noise(self.model_copy(update={"first_round_factor": factor}), smallest)
-            if z == 0 or self.expected_separation * smallest / (factor * z * math.sqrt(self.local_epochs)) >= needed:
+            variant = self.model_copy(update={"first_round_factor": factor})
+            if variant.caution(Terms(facts, smallest, noise(variant, smallest))) is None:
                 return factor
         return FACTORS[-1]
+
+    def caution(self, terms: Terms) -> str | None:
+        """Whether a client can be told from others by its first update, if clusters are as far apart as expected."""
+        training, parameters = self.first_training(terms), terms.facts.parameters
+        noise = training.noise_multiplier * math.sqrt(training.steps) / training.expected_batch  # s / (eta c)
+        needed = DETECTABLE * parameters**0.25
+        if self.clusters == 1 or self.expected_separation >= needed * noise:
+            return None
+        ratio = self.expected_separation / noise
+        return (
+            f"Clusters may not be found. At the smallest client ({terms.size:,} records) the noise in a coordinate of "
+            f"the first update is 1/{ratio:.0f} of the distance that clusters are expected to have "
+            f"(algorithm.expected_separation = {self.expected_separation:g}). With {parameters:,} parameters it must "
+            f"be 1/{needed:.0f}. What helps: more records, fewer parameters, fewer rounds, a larger budget."
+        )
 
     def first_training(self, terms: Terms) -> NoisyTraining:
         """Round 1: all records in every step, b_i = N_i, at f times the noise."""

@@ -38,6 +38,7 @@ class ReleaseKind:
     what: str  # one application in words; for the smallest and the largest unit where they differ
     planned_per_unit: tuple[int, int]  # fewest and most over units
     posted_per_unit: tuple[int, int] | None  # None in a plan
+    mixed: bool = False  # whether it is not the same each time
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ class Statement:
         for release in self.releases:
             fewest, most = release.planned_per_unit
             count = str(most) if fewest == most else f"{fewest} to {most}"
-            parts.append(f"{release.kind} {by}, {'once' if count == '1' else f'{count} times, each'}: {release.what}")
+            each = "" if release.mixed else ", each"
+            parts.append(f"{release.kind} {by}, {'once' if count == '1' else f'{count} times{each}'}: {release.what}")
         return "; ".join(parts) or "nothing"
 
 
@@ -175,14 +177,15 @@ def _kind(
 
     texts = [text for releases in planned if (text := _in_words(kind, releases))]
     what = texts[0] if texts[0] == texts[-1] else f"{texts[0]} (the smallest) to {texts[-1]} (the largest)"
-    return ReleaseKind(kind, what, counts(planned), None if posted is None else counts(posted))
+    mixed = any(sum(m.kind == kind for m in releases) > 1 for releases in planned)
+    return ReleaseKind(kind, what, counts(planned), None if posted is None else counts(posted), mixed)
 
 
 def _in_words(kind: str, releases: Mapping[Mechanism, int]) -> str:
     of_kind = {m: n for m, n in releases.items() if m.kind == kind}
     if len(of_kind) == 1:
         return next(iter(of_kind)).describe()
-    return " and ".join(f"{n} of {m.describe()}" for m, n in of_kind.items())
+    return ", and ".join(f"{'once' if n == 1 else f'{n} times'} {m.describe()}" for m, n in of_kind.items())
 
 
 def rounded_up(epsilon: float) -> str:
