@@ -1,6 +1,6 @@
 """Are the clusters found? Simulated updates with known truth: `python -m benchmarks.clustering [--quick] [--out FILE]`.
 
-Seeds: 20260000 and up, used for nothing else. The constants of fairveil.clustering were chosen on others (1 and 2).
+Seeds: 20260000 and up, used for nothing else. The constants of fairveil.clustering were chosen on others (1 to 3).
 
 Updates are not drawn coordinate by coordinate. Methods see inner products only, and a rotation changes none, so let
 the means (and the scatter that is not isotropic) lie in the first k coordinates. The noise is as Gaussian after the
@@ -21,6 +21,7 @@ import pandas as pd
 
 from benchmarks.common import RESULTS, say
 from fairveil.clustering import Clusters, Projection, adjusted_rand, find_clusters
+from fairveil.provenance import commit
 
 FIRST_SEED = 20_260_000
 SUBSPACE = 20  # dimensions of the scatter that is not isotropic
@@ -115,6 +116,8 @@ def measure(cell: Cell, projection: Projection) -> dict[str, object]:
         "scatter_kind": "" if not cell.scatter else "20 dimensions" if cell.subspace else "isotropic",
         "projection": projection,
         "trials": cell.trials,
+        "first_seed": FIRST_SEED,
+        "commit": commit(),
     }
     for name, results in (("given", given), ("unknown", found)):
         if not results:
