@@ -23,6 +23,7 @@ import numpy as np
 from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import squareform
+from threadpoolctl import threadpool_limits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,10 +104,15 @@ def find_clusters(
     if count is not None and not 1 <= count <= n:
         raise ValueError(f"{count} clusters of {n} clients: at least 1, at most one for each client")
 
-    known = _Known(gram, dimension, noise)
+    with threadpool_limits(1):  # sums over several threads would be rounded otherwise on another machine
+        return _found(_Known(gram, dimension, noise), count, projection, random)
+
+
+def _found(known: _Known, count: int | None, projection: Projection, random: np.random.Generator) -> Clusters:
+    n = len(known.gram)
     if count == 1 or n == 1:
         return _single(known, projection)
-    if known.scale <= NOTHING * np.trace(gram) / n:  # all the same: any clusters are as good as any others
+    if known.scale <= NOTHING * np.trace(known.gram) / n:  # all the same: any clusters are as good as any others
         if count is None:
             return _single(known, projection)
         return Clusters(np.arange(n) % count, np.full((n, count), 1 / count), 0.0, 0, np.zeros((n, 2)))
@@ -118,7 +124,8 @@ def kmeans(gram: np.ndarray, count: int, random: np.random.Generator) -> np.ndar
 
     Exact: the centred Gram matrix is that of n points in at most n dimensions, at the same distances.
     """
-    return _in_order(_kmeans(_principal(_centred(gram), len(gram)), count, random))
+    with threadpool_limits(1):
+        return _in_order(_kmeans(_principal(_centred(gram), len(gram)), count, random))
 
 
 def match_labels(label: np.ndarray, previous: np.ndarray, count: int) -> np.ndarray:
@@ -243,7 +250,7 @@ def _scatter(known: _Known, members: np.ndarray) -> float:
     """tau^2: how far updates lie from the mean of their cluster (squared), beyond what the known noise explains."""
     n, count = members.shape
     size = members.sum(axis=0)
-    within = np.trace(known.gram) - (np.einsum("im,ij,jm->m", members, known.gram, members) / size).sum()
+    within = np.trace(known.gram) - (np.einsum("im,im->m", members, known.gram @ members) / size).sum()
     expected = (known.energy * (1 - members @ (1 / size))).sum()
     return max(0.0, float(within - expected)) / max(1, n - count)
 
@@ -276,7 +283,7 @@ def _agreement(known: _Known, members: np.ndarray, scatter: float) -> float:
     w = members * weights[:, None]
     centred = _centred(known.gram, weights)
     itself = (w**2).T @ np.diag(centred)
-    between = np.einsum("im,ij,jm->m", w, centred, w) - itself
+    between = np.einsum("im,im->m", w, centred @ w) - itself
     alone = members.sum(axis=0) == 1
     pairs = np.where(alone, 1.0, w.sum(axis=0) - (w**2).sum(axis=0) / w.sum(axis=0))
     single = (itself - (w**2).T @ known.energy) / w.sum(axis=0)  # nobody to be compared with: the known noise must do

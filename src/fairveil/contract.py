@@ -191,7 +191,7 @@ def _lowered_noise(trial: _Trial) -> str:
     plan = make_plan(trial.config())
     lowered = replace(plan, units=tuple(replace(u, noise_multiplier=u.noise_multiplier / 2) for u in plan.units))
     if lowered.releases == plan.releases:
-        return "releases nothing that has noise"
+        return "nothing that it releases depends on the noise multiplier"
     with trial.store(plan) as store:
         try:
             drive(lowered, store)

@@ -247,8 +247,14 @@ def unit_holders(algorithm: Algorithm[Any], federation: Federation) -> int:
     return federation.holders if algorithm.unit == "record" else 1
 
 
-def materials(config: RunConfig) -> tuple[Algorithm[Any], Federation, Model, Facts]:
-    """What a plan is made of, before anything is priced."""
+def materials(
+    config: RunConfig, settled: Mapping[str, Any] | None = None
+) -> tuple[Algorithm[Any], Federation, Model, Facts]:
+    """What a plan is made of, before anything is priced.
+
+    Args:
+        settled: what was left to the planner, as an earlier plan has it; None: it is settled now.
+    """
     algorithm = config.build_algorithm()
     federation = config.build_federation()
     model = config.model_spec(federation).build()
@@ -270,7 +276,8 @@ def materials(config: RunConfig) -> tuple[Algorithm[Any], Federation, Model, Fac
 
         return _solve({size: releases_at}, config.privacy, unit_holders(variant, federation))[size]
 
-    return algorithm.settled(facts, noise), federation, model, facts
+    found = algorithm.settled(facts, noise) if settled is None else algorithm.model_copy(update=settled)
+    return found, federation, model, facts
 
 
 def _check_budget(privacy: PrivacyConfig, epsilon: float) -> None:

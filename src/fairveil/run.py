@@ -144,7 +144,8 @@ def _resume(config: RunConfig, folder: Path, progress: Progress | None) -> RunRe
                 f"{folder}: its ledger is gone, or older than its checkpoints. It has forgotten what was released, so "
                 "the run cannot go on. Restore run.sqlite as it was."
             )
-        plan = Plan(config, *materials(config), tuple(units)) if units else make_plan(config)
+        settled = json.loads(store.meta("settled") or "{}")
+        plan = Plan(config, *materials(config, settled), tuple(units)) if units else make_plan(config)
         for what, now in (("config", config.digest()), ("data", plan.federation.fingerprint), ("code", plan.code)):
             if units and store.meta(what) != now:
                 raise UserError(
@@ -200,7 +201,7 @@ def begin(plan: Plan, store: Store) -> None:
         names = federation.names or [str(client) for client in range(federation.clients)]
         clients = [(name, federation.groups[g]) for name, g in zip(names, federation.group, strict=True)]
         facts = {"data": federation.fingerprint, "config": plan.config.digest(), "code": plan.code, "commit": commit()}
-        store.save_units(plan.units, clients, facts | versions())
+        store.save_units(plan.units, clients, facts | versions() | {"settled": json.dumps(plan.settled)})
         store.write("statement.json", json.dumps(plan.statement().to_json(), indent=2).encode())
 
 
@@ -247,8 +248,14 @@ def _averaged(plan: Plan, number: int, state: object, average: torch.Tensor | No
     """The mean of the served models over the last rounds up to this one; None: they are not averaged (yet)."""
     rounds, last = plan.algorithm.rounds, plan.algorithm.average_last
     served = plan.algorithm.serve(plan.facts, state)
-    if last == 1 or number <= rounds - last or not isinstance(served, Pick):
+    if last == 1 or number <= rounds - last:
         return None
+    if not isinstance(served, Pick):
+        raise UserError(
+            f"algorithm.average_last = {last} does not go with models that clients keep to themselves.",
+            "Only what is released can be averaged by the server. The rounds before this one are saved.",
+            "algorithm.average_last = 1",
+        )
     return served.rows if average is None else average + (served.rows - average) / (number - (rounds - last))
 
 

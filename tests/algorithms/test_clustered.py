@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import dp_accounting as dpa
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from fairveil.algorithms import km_cdpfl
 from fairveil.algorithms.base import moved
+from fairveil.algorithms.dp_fedavg import DPFedAvg
 from fairveil.algorithms.r_dpcfl import FACTORS, RDPCFL
 from fairveil.algorithms.rc_dpfl import RCDPFL
 from fairveil.clustering import overlap
@@ -28,8 +30,10 @@ from fairveil.contract import Outcome, differ, outcome
 from fairveil.errors import UserError
 from fairveil.plan import make_plan
 from fairveil.privacy.choice import PrivateChoice
+from fairveil.privacy.mechanisms import CohortSums, Part
 from fairveil.privacy.training import NoisyTraining
 from fairveil.run import Interrupted, RoundReport, RunResult, resume_run, run_plan, start_run
+from fairveil.session import Terms
 from fairveil.store import Store, _read_checkpoint
 from fairveil.streams import Stream
 
@@ -386,9 +390,9 @@ def test_one_cluster_is_asked_for_no_choice(plain: dict[str, Any], runs: Path) -
 
 
 def test_the_factor_is_settled_by_the_planner(plain: dict[str, Any]) -> None:
-    """A number of the table, shown in the plan; more expected separation never gives less noise."""
+    """A number of the table, shown in the plan; more expected separation never gives less noise, unless hopeless."""
     factors = []
-    for separation in (1e-3, 0.02, 0.05, 0.1, 0.3, 10.0):
+    for separation in (0.07, 0.1, 0.15, 0.3, 10.0):
         config = laid_over(noisy(plain), "r-dpcfl", rounds=4, batch_size=64, expected_separation=separation)
         settled = json.loads(json.dumps(make_plan(config).to_json()))["settled"]
         assert settled.keys() == {"first_round_factor"}
@@ -756,3 +760,55 @@ def test_decay_in_all_stages_of_r_dpcfl(plain: dict[str, Any], runs: Path, oracl
     theirs = torch.as_tensor(run(config, runs)[1]["models"])[config.build_federation().group]
     assert torch.allclose(mine, theirs, atol=1e-5)
     assert not torch.allclose(mine, oracle(8), atol=1e-3)
+
+
+# ---- 9: what a second reading found ----------------------------------------------------------------
+
+
+class HalfBare(DPFedAvg):
+    """A count without noise beside a noised update."""
+
+    def cohort_sum(self, terms: Terms) -> CohortSums:
+        (update,) = super().cohort_sum(terms).parts
+        return CohortSums((update, Part("count", (1,), 1.0, 0.0)), self.sample_rate)
+
+
+def test_a_release_without_noise_that_does_not_say_so_is_no_leak(small: dict[str, Any], runs: Path) -> None:
+    """No budget can be solved for it, so it is refused; it must not pass for something that needs no noise at all."""
+    config = make_config(small | {"algorithm": {"name": "dp-fedavg"}, "privacy": {"epsilon": 5.0, "delta": 1e-3}})
+    with (
+        patch.object(RunConfig, "build_algorithm", lambda self: HalfBare()),
+        pytest.raises(UserError, match="less than what is released costs: inf"),
+    ):
+        make_plan(config)
+
+
+def test_without_any_noise_nothing_is_called_a_leak_only(plain: dict[str, Any]) -> None:
+    """The training has none either: there is no "but for"."""
+    promise = dict(make_plan(laid_over(plain, "ifca", clusters=3)).statement().lines())["Guarantee"]
+    assert promise.startswith("NONE") and "but for" not in promise
+
+
+def test_a_resumed_run_solves_nothing_anew(plain: dict[str, Any], runs: Path) -> None:
+    """What the planner has settled is in the folder: another accountant could come to another number."""
+    folder = interrupted(laid_over(noisy(plain), "r-dpcfl", rounds=5, batch_size=64), runs, 2)
+    with patch("fairveil.plan.calibrate_many", side_effect=AssertionError("calibrated again")):
+        resume_run(folder)
+
+
+def test_clients_stay_where_they_most_likely_belong_if_nobody_chooses(plain: dict[str, Any], runs: Path) -> None:
+    """Not where a draw for one round has put them."""
+    config = laid_over(noisy(plain), "r-dpcfl", clusters=3, rounds=8, batch_size=64, select_rounds=0)
+    result, state = run(config, runs)
+    most_likely = np.asarray(state["responsibility"]).argmax(axis=1)
+    assert np.asarray(state["cluster"]).tolist() == most_likely.tolist()
+    assert result.clusters is not None and result.clusters["of_client"] == most_likely.tolist()
+
+
+def test_nothing_is_wasted_on_clusters_that_cannot_be_seen(plain: dict[str, Any]) -> None:
+    """A little too much noise: the least is tried. Far too much: the first round is the cheapest. The plan warns."""
+    for separation, factor in ((0.1, min(FACTORS)), (1e-3, max(FACTORS))):
+        config = laid_over(noisy(plain), "r-dpcfl", rounds=10, batch_size=64, expected_separation=separation)
+        plan = make_plan(config)
+        assert plan.settled == {"first_round_factor": factor}
+        assert plan.note is not None and "Clusters may not be found" in plan.note and "0.0 times" not in plan.note

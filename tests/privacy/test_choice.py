@@ -429,3 +429,11 @@ def test_the_canonical_form_tells_any_two_choices_apart() -> None:
     ]
     assert len({canonical(base), *(canonical(replace(base, **change)) for change in changes)}) == 6
     assert canonical(base) == canonical(PrivateChoice(1.0, "add-remove", "correct", 4.0))
+
+
+def test_infinite_losses_can_still_be_compared() -> None:
+    """All models infinitely wrong: the first is taken. One finite: that one."""
+    records, exact = drawn(4, 1), PrivateChoice(math.inf, "add-remove", "loss")
+    records.x[0] = 3e38
+    assert chosen(exact, holder(records, 1e3 * constants())) == 0
+    assert chosen(exact, holder(records, torch.stack([1e38 * torch.ones(9), torch.zeros(9)]))) == 1

@@ -116,7 +116,7 @@ def test_the_bound_holds_over_several_micro_batches_and_whatever_copies_are_draw
         assert 0.29 < (whole - total(without(rows, gone))).norm() <= 0.3
     # random copies differ between neighbours only in what is drawn for them: a record alone is within its bound
     for seed in range(20):
-        copied = partial(perturbed, copies=5, random=np.random.default_rng(seed))
+        copied = partial(perturbed, copies=5, stream=Stream(seed))
         alone = objective_sum(model, weights, one, torch.arange(1), 0.3, copied=copied)
         assert alone.total.norm() <= 0.3 and int(alone.clipped) == 1
 
@@ -187,7 +187,7 @@ def test_without_copies_and_extra_both_paths_agree(name: str) -> None:
 def test_copies_are_shifts_with_repeated_edges() -> None:
     """Every copy is one of the 25 shifts, written out with clamped indices; the first is the image itself."""
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((40, 2, 7, 5)).astype(np.float32))
-    found = perturbed(x, 6, np.random.default_rng(1))
+    found = perturbed(x, 6, Stream(1))
     assert found.shape == (40, 6, 2, 7, 5)
     assert torch.equal(found[:, 0], x)
     seen = set()
@@ -208,9 +208,9 @@ def test_copies_are_shifts_with_repeated_edges() -> None:
 
 def test_copies_are_the_same_for_the_same_stream() -> None:
     x = records(MODELS["logistic"], 10, 0).x
-    one, same, other = (perturbed(x, 3, np.random.default_rng(seed)) for seed in (5, 5, 6))
+    one, same, other = (perturbed(x, 3, Stream(seed)) for seed in (5, 5, 6))
     assert torch.equal(one, same) and not torch.equal(one, other)
-    assert torch.equal(perturbed(x, 1, np.random.default_rng(0)), x.unsqueeze(1))
+    assert torch.equal(perturbed(x, 1, Stream(0)), x.unsqueeze(1))
 
 
 # ---- training --------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_training_on_copies_is_a_plain_loop(name: str, rate: float) -> None:
     model, rows = spec.build(), records(spec, 12, 4, scale=2.0)
     mechanism = NoisyTraining(rate, 3, clip_norm=0.9, noise_multiplier=0.0, expected_batch=12 * rate, copies=3)
     member = client(model, rows, 21)
-    batches, shifts = Stream(21, "mechanism"), Stream(21, "copies").numpy
+    batches, shifts = Stream(21, "mechanism"), Stream(21, "mechanism", "copies")
     start = weights = model.initial(Stream(9))
     sizes = []
     for _ in range(3):

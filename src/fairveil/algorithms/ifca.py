@@ -35,11 +35,11 @@ class IFCA(LocalTraining[State]):
     name: ClassVar[str] = "ifca"
 
     clusters: int = Field(4, ge=1, description="M")
-    select_rounds: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
+    select_rounds: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
         "all", description="choose in so many first rounds"
     )
-    select_epsilon: float = Field(0.1, gt=0, description="of one choice: its bounded range")
-    score: Score = Field("correct", description='what a choice counts: "correct" records, or their clipped "loss"')
+    select_epsilon: float = Field(0.1, gt=0, le=100, description="of one choice: its bounded range (faithful: none)")
+    score: Score = Field("correct", description='"correct" records, or their clipped "loss" (faithful: exact loss)')
     faithful: bool = Field(False, description="choose by the exact loss: without a guarantee")
 
     def settled(self, facts: Facts, noise: NoiseFor) -> Self:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -44,12 +45,12 @@ class KMCDPFL(LocalTraining[State]):
 
     def round(self, session: Session, state: State) -> State:
         updates = self.updates(session, Pick(state.models, state.cluster))
-        local = state.models[state.cluster] + updates
+        local = updates + state.models[state.cluster]
         label = kmeans(gram(updates if self.faithful else local), self.clusters, session.stream("k-means").numpy)
         cluster = match_labels(label, state.cluster, self.clusters)
-        # moved by this, theta_m becomes the mean of its members' local models
-        steps = updates if self.faithful else local - state.models[cluster]
-        return State(moved(state.models, cluster, steps), cluster)
+        if self.faithful:
+            return State(moved(state.models, cluster, updates), cluster)
+        return State(moved(torch.zeros_like(state.models), cluster, local), cluster)  # k-means leaves no cluster empty
 
     def serve(self, facts: Facts, state: State) -> Pick:
         return Pick(state.models, state.cluster)

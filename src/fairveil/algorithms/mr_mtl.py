@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fairveil.algorithms.base import LocalTraining
 from fairveil.errors import UserError
-from fairveil.session import Facts, Pick, Session
+from fairveil.session import Facts, Pick, Session, Terms
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class MRMTL(LocalTraining[State]):
                 f"algorithm.pull = {1 / self.learning_rate:.3g}, or less",
             )
         return self
+
+    def caution(self, terms: Terms) -> str | None:
+        """That the published form is slow."""
+        slow = "The pull inside the clip goes through torch.func.vmap, the slower way."
+        return slow if self.faithful else None
 
     def start(self, session: Session) -> State:
         return State(session.initial_model().repeat(len(session.facts.size), 1))

@@ -5,12 +5,16 @@ first round every client trains the same model on all its records at once, and t
 Up to round E_c these clusters are trained. Then each client privately chooses the cluster whose model suits it best.
 Privacy unit: one record of a client. Trust: nobody.
 
-Three things are done better than in the paper, at the same price; `faithful` does them as it does:
+What is done otherwise than in the paper, because it is better at the same price; `faithful` does it as the paper does:
 - The server knows the noise of every update and takes it out of their distances (see clustering.py). It then also
   sees when there is only one cluster.
+- The noise of round 1 need not be that of the others: the planner trades one against the other (first_round_factor).
 - The first updates are the first step of each cluster's training: they are paid for. The paper starts again.
-- There is one choice where the paper makes E/10 and keeps the last; and it starts from what the first round has
-  shown: the responsibilities are the base measure of the exponential mechanism.
+- E_c is at least 5: before that the models hardly differ, and nobody could choose.
+- There is one choice where the paper makes E/10 and keeps the last (of several, the cluster chosen most often); and it
+  starts from what the first round has shown: the responsibilities are the base measure of the exponential mechanism.
+Prices are always this library's: neighbours as the config has them (the paper: replacement), the smaller of RDP and PLD
+(RDP), all composed at one delta, and the scale that suffices for a choice (the paper's code: twice that, add/remove).
 """
 
 from __future__ import annotations
@@ -59,8 +63,8 @@ class RDPCFL(LocalTraining[State]):
     clusters: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description="M; auto: found in the first round, may be 1"
     )
-    projection: Projection = Field("loo", description='how updates are clustered; "paper": as the paper does')
-    first_round_factor: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+    projection: Projection = Field("loo", description='how updates are clustered (faithful: "paper")')
+    first_round_factor: Annotated[float, Field(ge=0.01, le=100)] | Literal["auto"] = Field(
         "auto", description="f: noise multiplier of round 1 over that of the others; auto: the planner decides"
     )
     expected_separation: float = Field(
@@ -68,10 +72,10 @@ class RDPCFL(LocalTraining[State]):
     )
     copies: int = Field(1, ge=1, description="tau, perturbed copies of each image in round 1")
     select_rounds: int = Field(1, ge=0, description="private choices of a cluster after E_c (faithful: E/10)")
-    select_epsilon: float = Field(0.1, gt=0, description="of one choice: its bounded range")
+    select_epsilon: float = Field(0.1, gt=0, le=100, description="of one choice: its bounded range")
     score: Score = Field("correct", description='what a choice counts: "correct" records, or their clipped "loss"')
     weights: Literal["equal", "size"] = Field("equal", description="of clients in a cluster: equal, or declared size")
-    faithful: bool = Field(False, description="cluster, restart and choose exactly as the paper does")
+    faithful: bool = Field(False, description="cluster, restart and choose as the paper does")
 
     # ---- what it costs -----------------------------------------------------------------------------
 
@@ -93,7 +97,8 @@ class RDPCFL(LocalTraining[State]):
 
         More noise in round 1 leaves more of the budget to the training, but hides the clusters. Means at a distance D
         can be told apart under noise s in each of p coordinates while D/s > about 2.5 p^(1/4) (docs/clustering.md).
-        Here D = expected_separation * eta * c, an assumption and no look at the data, and s = eta * c * f * z / N.
+        Here D = expected_separation * eta * c, an assumption and no look at the data, and s = eta * c * f * z / N. If
+        no factor is enough, the smallest is tried; if even that is far off, nothing is wasted on it.
         """
         if self.first_round_factor != "auto":
             return self.first_round_factor
@@ -102,24 +107,30 @@ class RDPCFL(LocalTraining[State]):
         smallest = int(facts.size.min())
         for factor in FACTORS:
             variant = self.model_copy(update={"first_round_factor": factor})
-            if variant.caution(Terms(facts, smallest, noise(variant, smallest))) is None:
+            clarity = variant.clarity(Terms(facts, smallest, noise(variant, smallest)))
+            if clarity >= 1:
                 return factor
-        return FACTORS[-1]
+        return FACTORS[-1] if clarity >= 0.5 else FACTORS[0]
+
+    def clarity(self, terms: Terms) -> float:
+        """D/s over what it takes to tell a client from others by its first update; 1 is just enough."""
+        training = self.first_training(terms)
+        noise = training.noise_multiplier * math.sqrt(training.steps) / training.expected_batch  # s / (eta c)
+        return self.expected_separation / max(noise * DETECTABLE * terms.facts.parameters**0.25, 1e-300)
 
     def caution(self, terms: Terms) -> str | None:
-        """Whether a client can be told from others by its first update, if clusters are as far apart as expected."""
-        training, parameters = self.first_training(terms), terms.facts.parameters
-        noise = training.noise_multiplier * math.sqrt(training.steps) / training.expected_batch  # s / (eta c)
-        needed = DETECTABLE * parameters**0.25
-        if self.clusters == 1 or self.expected_separation >= needed * noise:
-            return None
-        ratio = self.expected_separation / noise
-        return (
-            f"Clusters may not be found. At the smallest client ({terms.size:,} records) the noise in a coordinate of "
-            f"the first update is 1/{ratio:.0f} of the distance that clusters are expected to have "
-            f"(algorithm.expected_separation = {self.expected_separation:g}). With {parameters:,} parameters it must "
-            f"be 1/{needed:.0f}. What helps: more records, fewer parameters, fewer rounds, a larger budget."
-        )
+        """Whether clusters may be hidden by the noise, and that round 1 may be slow."""
+        notes = []
+        if self.clusters != 1 and self.clarity(terms) < 1:
+            notes.append(
+                f"Clusters may not be found. If they are as far apart as algorithm.expected_separation = "
+                f"{self.expected_separation:g} says, the first update of the smallest client ({terms.size:,} records, "
+                f"{terms.facts.parameters:,} parameters) has {1 / self.clarity(terms):.1f} times the noise that would "
+                "be bearable. What helps: more records, fewer parameters, fewer rounds, a larger budget."
+            )
+        if self.copies > 1:
+            notes.append("Round 1 goes through torch.func.vmap, the slower way: a record has several copies.")
+        return " ".join(notes) or None
 
     def first_training(self, terms: Terms) -> NoisyTraining:
         """Round 1: all records in every step, b_i = N_i, at f times the noise."""
@@ -165,6 +176,8 @@ class RDPCFL(LocalTraining[State]):
             state = replace(state, cluster=self._drawn(session, state.responsibility))
         elif e <= state.switch_round + self.choices and len(state.models) > 1:
             state = self._chosen(session, state)
+        else:
+            state = replace(state, cluster=_settled(state))
         updates = self.updates(session, Pick(state.models, state.cluster))
         return replace(state, models=moved(state.models, state.cluster, updates, self._weight(session)))
 
@@ -196,7 +209,7 @@ class RDPCFL(LocalTraining[State]):
         return max(1, min(self.switch_after(mpo), self.rounds - self.choices))
 
     def _noise(self, session: Session) -> np.ndarray:
-        """The known standard deviation of each first update, in each coordinate: eta c f z_i / N_i for one step."""
+        """The standard deviation of each first update, in each coordinate: eta c f z_i / N_i, exactly for one step."""
         trainings = [self.first_training(session.terms[i]) for i in session.facts.clients.tolist()]
         each = [noise_std(t.clip_norm, t.noise_multiplier) / t.expected_batch * math.sqrt(t.steps) for t in trainings]
         return self.learning_rate * np.array(each)
@@ -225,7 +238,13 @@ class RDPCFL(LocalTraining[State]):
         return session.facts.size if self.weights == "size" else None
 
     def serve(self, facts: Facts, state: State) -> Pick:
-        return Pick(state.models, state.cluster)
+        return Pick(state.models, _settled(state))
 
     def found(self, state: State) -> Found:
-        return Found(state.cluster, len(state.models), state.mss, state.mpo, state.switch_round, state.iterations)
+        return Found(_settled(state), len(state.models), state.mss, state.mpo, state.switch_round, state.iterations)
+
+
+def _settled(state: State) -> np.ndarray:
+    """Where each client belongs as far as is known: where it chose to be, or where the mixture has it; not where a draw
+    put it for a round."""
+    return state.cluster if state.votes.any() else state.responsibility.argmax(axis=1)

@@ -19,6 +19,7 @@ from fairveil.streams import Stream
 Score = Literal["correct", "loss"]
 
 PIECE = 128  # records that are scored at once
+HUGE = 1e200  # what an infinite loss counts where there is no bound: sums stay finite, and can be compared
 UNIT = 2.0**-32  # what a record adds is a multiple of it: sums are exact, in any order, up to two million records
 
 
@@ -62,6 +63,11 @@ class PrivateChoice:
     @property
     def outputs(self) -> tuple[str, ...]:
         return ("choice",)
+
+    @property
+    def leak(self) -> bool:
+        """Whether it is exact on purpose, see `without_leaks`."""
+        return self.epsilon == math.inf
 
     @property
     def event(self) -> DpEvent:
@@ -135,7 +141,7 @@ class PrivateChoice:
         The exact choice promises nothing, so it needs no bound.
         """
         if self.epsilon == math.inf:
-            return losses.double().nan_to_num(math.inf)
+            return losses.double().nan_to_num(nan=HUGE, posinf=HUGE).clamp(max=HUGE)
         losses = losses.double().where(losses.isfinite(), self.loss_bound)
         return (losses.clamp(0, self.loss_bound) / self.loss_bound / UNIT).trunc() * UNIT
 

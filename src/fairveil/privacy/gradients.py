@@ -2,7 +2,8 @@
 
 Two ways lead to them. Book-keeping (see bookkeeping.py) is the faster one and knows the usual layers; vmap knows
 nearly all. Which one a model takes is found out once, by trying it, and whichever it is has agreed with plain autograd
-on each record alone; a model on which they disagree is refused.
+on each record alone; a model on which they disagree is refused. (Objectives that only vmap knows, see `objective_sum`,
+are tried when they are met.)
 """
 
 from __future__ import annotations

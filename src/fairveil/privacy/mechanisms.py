@@ -97,11 +97,12 @@ def events_of(releases: Releases, times: int = 1) -> Counter[DpEvent]:
 
 
 def without_leaks(releases: Releases) -> Counter[Mechanism]:
-    """What has a price: without the mechanisms that release something exactly, as some papers do.
+    """Without the mechanisms that declare themselves a `leak`: they release something exactly, as some papers do.
 
-    The guarantee of a run that leaks is none; what the rest would cost can still be told beside it.
+    The guarantee of a run that leaks is none; what the rest would cost can still be told beside it. A mechanism without
+    noise that does not say so is no leak but a mistake, and no budget can be solved for it.
     """
-    return Counter({m: n for m, n in releases.items() if not isinstance(m.event, NonPrivateDpEvent)})
+    return Counter({m: n for m, n in releases.items() if not getattr(m, "leak", False)})
 
 
 def sampled_gaussian(sample_rate: float, noise_multiplier: float) -> DpEvent:

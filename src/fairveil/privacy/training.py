@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from dp_accounting import DpEvent, SelfComposedDpEvent
@@ -35,8 +34,10 @@ class NoisyTraining:
     empty batch is a noise-only step: whether a batch was empty is not visible.
 
     With `copies` a record comes with all its perturbed copies at once, and it is the mean of their gradients that is
-    clipped: one record still moves the sum by at most `clip_norm`. (The perturbations are drawn without a look at the
-    records, and the bound holds for whatever was drawn.)
+    clipped. The perturbations are independent over records and never leave the client. So neighbours can be compared
+    with the same perturbations for every record that both hold, and the sum then moves by at most `clip_norm`; averaged
+    over the perturbations they are no easier to tell apart (the hockey-stick divergence is jointly convex). Who knew
+    them could do better: they are drawn by position, and the next record takes the place of one that is gone.
     """
 
     sample_rate: float  # q
@@ -145,7 +146,7 @@ class _Runner:
         self.centre: Tensor | None = client.inputs.get("centre")
         self.pull: float = client.inputs["pull"] if self.centre is not None else 0.0
         self.inside = bool(client.inputs.get("pull_inside", False))
-        self.copies = Stream(*client.key, "copies").numpy if mechanism.copies > 1 else None
+        self.copies = Stream(*client.key, "mechanism", "copies") if mechanism.copies > 1 else None
         self.plain = self.copies is None and not self.inside  # gradients that the fast path knows
         self.batch: Tensor
         self.drawn = self.clipped = self.not_finite = 0
@@ -163,7 +164,7 @@ class _Runner:
         if self.inside and self.centre is not None:
             extra = self.pull * (weights - self.centre)
         if self.copies is not None:
-            copied = partial(perturbed, copies=self.mechanism.copies, random=self.copies)
+            copied = partial(perturbed, copies=self.mechanism.copies, stream=self.copies)
         return objective_sum(
             self.client.model, weights, records, self.batch, self.mechanism.clip_norm, copied=copied, extra=extra
         )
@@ -182,7 +183,7 @@ class _Runner:
         return Release({"update": update}, self.mechanism, self.client.key, MINT), diagnostics
 
 
-def perturbed(x: Tensor, copies: int, random: np.random.Generator) -> Tensor:
+def perturbed(x: Tensor, copies: int, stream: Stream) -> Tensor:
     """Images (n, channels, height, width) -> (n, copies, channels, height, width).
 
     The first copy is the image itself; each other one is moved by up to SHIFT pixels each way, its edge repeated.
@@ -190,6 +191,6 @@ def perturbed(x: Tensor, copies: int, random: np.random.Generator) -> Tensor:
     height, width = x.shape[-2:]
     padded = F.pad(x, (SHIFT,) * 4, mode="replicate")
     placed = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (n, channels, down, right, height, width)
-    at = torch.from_numpy(random.integers(0, 2 * SHIFT + 1, (2, len(x), copies)))
+    at = (stream.uniform(2 * len(x) * copies) * (2 * SHIFT + 1)).long().view(2, len(x), copies)
     at[:, :, 0] = SHIFT
     return placed[torch.arange(len(x)).unsqueeze(1), :, at[0], at[1]]
