@@ -374,8 +374,10 @@ def test_a_regression_has_losses_only() -> None:
     model = ModelSpec("linear", (2,), 0).build()
     records = Records(torch.ones(2, 2), torch.tensor([0.0, 3.0]))
     models = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]])  # says 0, says 3; losses 0 and 9/2
-    loss = PrivateChoice(math.inf, "add-remove", "loss", loss_bound=9.0)
-    assert loss.scores(holder(records, models, model=model)).tolist() == [-0.5, -0.5]
+    client = holder(records, models, model=model)
+    assert PrivateChoice(1.0, "add-remove", "loss", loss_bound=9.0).scores(client).tolist() == [-0.5, -0.5]
+    assert PrivateChoice(1.0, "add-remove", "loss", loss_bound=2.0).scores(client).tolist() == [-1.0, -1.0]
+    assert PrivateChoice(math.inf, "add-remove", "loss").scores(client).tolist() == [-4.5, -4.5]  # as they are
     with pytest.raises(ValueError, match="regression"):
         PrivateChoice(1.0, "add-remove").release(holder(records, models, model=model))
 
