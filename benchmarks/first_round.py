@@ -68,6 +68,7 @@ class Setting:
     learning_rate: float = LARGE_RATE  # eta
     clip_norm: float = 1.0  # c
     parameters: int = 14_394  # p
+    copies: int = 1  # tau, of each image in round 1
 
     def training(self, batch: int, z: float) -> NoisyTraining:
         """One round with this batch."""
@@ -201,7 +202,7 @@ class Trial:
 
     def updates(self, setting: Setting, z: float, noise: int | str = 0) -> Tensor:
         """The first updates (n, p) of all clients."""
-        training = setting.training(setting.first_batch, z)
+        training = replace(setting.training(setting.first_batch, z), copies=setting.copies)
         return torch.stack(
             [self.update(i, training, setting.learning_rate, noise=noise) for i in range(len(self.clients))]
         )
@@ -276,10 +277,12 @@ class Cell:
 
 
 def full_cells(quick: bool) -> list[Cell]:
-    """b1 = N: Figure 8 and the right of Figure 9, for both sizes of clients."""
+    """b1 = N: Figure 8 and the right of Figure 9, for both sizes of clients; some with perturbed copies of images."""
     grid = ((e, n, b) for n in (LARGE, SMALL) for e in (2.0, 3.0, 5.0, 10.0) for b in (32, 128, 256, 512))
     chosen = [(2.0, SMALL, 32), (2.0, SMALL, 512)] if quick else list(grid)
-    return [_empty(Setting(e, n, n, b)) for e, n, b in chosen]
+    copied = [] if quick else [(e, SMALL, b) for e in (3.0, 5.0) for b in (128, 256)]  # near the limit
+    cells = [_empty(Setting(e, n, n, b)) for e, n, b in chosen]
+    return cells + [_empty(Setting(e, n, n, b, copies=4)) for e, n, b in copied]
 
 
 def sampled_cells(quick: bool) -> list[Cell]:
@@ -339,9 +342,9 @@ def separation_rows(quick: bool) -> Iterator[Row]:
     """All cells of both kinds, one row for each projection."""
     full, sampled = full_cells(quick), sampled_cells(quick)
     for number in range(1 if quick else 10):
-        for records in {cell.setting.records: 0 for cell in full}:
+        for records, copies in dict.fromkeys((cell.setting.records, cell.setting.copies) for cell in full):
             trial = Trial.draw(FIRST_SEED + number, records)
-            mine = [cell for cell in full if cell.setting.records == records]
+            mine = [cell for cell in full if (cell.setting.records, cell.setting.copies) == (records, copies)]
             clean = trial.updates(mine[0].setting, 0.0)  # does not depend on z: once for all of them
             for cell in mine:
                 record(cell, trial, clean, with_noise(clean, cell.setting, trial.seed))
