@@ -110,6 +110,23 @@ def test_the_results_shown_are_those_in_the_tables() -> None:
     assert f"from {one['low']:+.3f} to {one['high']:+.3f}" in readme
 
 
+@pytest.mark.parametrize(("name", "minority"), [("mnist-rotated", "0°")])
+def test_the_tables_of_methods_are_those_of_the_sweeps(name: str, minority: str) -> None:
+    """Every row of docs/recommended.md: mean and deviation over seeds, in percent; how often the clusters were found."""
+    path = ROOT / f"docs/results/{name}.csv"
+    table = pd.read_csv(path)
+    assert (table["status"] == "finished").all() and not table["commit"].str.contains("dirty").any()
+    shown = (ROOT / "docs/recommended.md").read_text()
+    for variant, part in table.groupby("variant"):
+        cells = []
+        for _, runs in part.groupby("privacy.epsilon") if "privacy.epsilon" in part else [(None, part)]:
+            for column in ("accuracy_mean", f"accuracy[{minority}]"):
+                cells.append(f"{100 * runs[column].mean():.1f} ± {100 * runs[column].std():.1f}")
+            found = runs["clusters_ari"].dropna()
+            cells.append(f"{(found == 1).sum()} of {len(found)}" if len(found) else "")
+        assert f"| `{variant}` | {' | '.join(cells)} |" in shown
+
+
 def test_the_speed_in_the_readme_is_what_was_measured() -> None:
     models = json.loads((ROOT / "docs/results/benchmark-step.json").read_text())["models"].values()
     opacus, plain = ([found[ratio] for found in models] for ratio in ("vs_opacus", "vs_plain"))
