@@ -127,6 +127,18 @@ def test_the_tables_of_methods_are_those_of_the_sweeps(name: str, minority: str)
         assert f"| `{variant}` | {' | '.join(cells)} |" in shown
 
 
+def test_the_clusters_in_the_readme_are_those_of_the_sweep() -> None:
+    table = pd.read_csv(ROOT / "docs/results/mnist-rotated.csv").query("`privacy.epsilon` == 2")
+    figures = 100 * table.groupby("variant")[["accuracy_mean", "accuracy[0°]"]].mean()
+    found = {name: (f"{mean:.1f}", f"{minority:.1f}") for name, (mean, minority) in figures.iterrows()}
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    (mean, minority), oracle = found["r-dpcfl"], found["oracle"]
+    assert f"is right for {mean}% of the test images and for {minority}% in the smallest cluster" in readme
+    assert f"the oracle for {oracle[0]} and {oracle[1]}" in readme
+    assert "one model for all for {} and {}".format(*found["global"]) in readme
+    assert "training alone for {} and {}".format(*found["local"]) in readme
+
+
 def test_the_speed_in_the_readme_is_what_was_measured() -> None:
     models = json.loads((ROOT / "docs/results/benchmark-step.json").read_text())["models"].values()
     opacus, plain = ([found[ratio] for found in models] for ratio in ("vs_opacus", "vs_plain"))
