@@ -112,7 +112,7 @@ def test_the_results_shown_are_those_in_the_tables() -> None:
 
 @pytest.mark.parametrize(("name", "minority"), [("mnist-rotated", "0°")])
 def test_the_tables_of_methods_are_those_of_the_sweeps(name: str, minority: str) -> None:
-    """Every row of docs/recommended.md: mean and deviation over seeds, in percent; how often the clusters were found."""
+    """Every row of docs/recommended.md: mean and deviation over seeds, in percent; how often clusters were found."""
     path = ROOT / f"docs/results/{name}.csv"
     table = pd.read_csv(path)
     assert (table["status"] == "finished").all() and not table["commit"].str.contains("dirty").any()
