@@ -127,6 +127,25 @@ def test_the_tables_of_methods_are_those_of_the_sweeps(name: str, minority: str)
         assert f"| `{variant}` | {' | '.join(cells)} |" in shown
 
 
+def test_the_pull_in_the_document_is_that_of_the_sweep() -> None:
+    table = pd.read_csv(ROOT / "docs/results/mr-mtl-pull.csv")
+    assert (table["status"] == "finished").all() and not table["commit"].str.contains("dirty").any()
+    shown = (ROOT / "docs/recommended.md").read_text()
+    for turned, part in table.groupby("variant"):
+        means = part.groupby("algorithm.pull")["accuracy_mean"].mean()
+        degrees = ", ".join(f"{angle}°" for angle in str(turned).split("-"))
+        assert f"| {degrees} | {' | '.join(f'{mean:.3f}' for mean in means)} |" in shown
+
+
+def test_the_demo_finds_its_clusters_in_every_seed() -> None:
+    """As the README says; and, if their number is not told, as the example says."""
+    table = pd.read_csv(ROOT / "docs/results/digits-clusters.csv")
+    perfect = table.groupby("variant")["clusters_ari"].apply(lambda found: int((found == 1).sum()))
+    assert (perfect["r-dpcfl"], perfect["r-dpcfl-auto"]) == (10, 8)
+    assert "in all of 10 seeds" in " ".join((ROOT / "README.md").read_text().split())
+    assert "in 8 of 10 seeds" in (ROOT / "examples/digits/r-dpcfl.toml").read_text()
+
+
 def test_the_clusters_in_the_readme_are_those_of_the_sweep() -> None:
     table = pd.read_csv(ROOT / "docs/results/mnist-rotated.csv").query("`privacy.epsilon` == 2")
     figures = 100 * table.groupby("variant")[["accuracy_mean", "accuracy[0°]"]].mean()
