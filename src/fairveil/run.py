@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
-from safetensors.torch import save
 
-from fairveil.clustering import adjusted_rand
 from fairveil.config import RunConfig, load_config
 from fairveil.data.federation import Federation
 from fairveil.engine.blocks import best_block
 from fairveil.engine.local import LocalEngine
 from fairveil.errors import PrivacyError, RunFault, UserError
-from fairveil.metrics import Summary, summarise
+from fairveil.metrics import Summary
 from fairveil.plan import Plan, make_plan, materials
 from fairveil.preparation import feature_statistics
 from fairveil.privacy.accounting import rdp_curve, rdp_epsilon
 from fairveil.privacy.mechanisms import canonical
 from fairveil.privacy.statement import Statement, json_number
 from fairveil.provenance import commit, published, versions
-from fairveil.session import Call, Job, Pick, Session
+from fairveil.serving import (
+    averaged,
+    check_finite,
+    clusters_of,
+    save_models,
+    scores_of,
+    served_models,
+    summaries,
+)
+from fairveil.session import Session
 from fairveil.store import Score, Store, disk_faults, new_folder
-from fairveil.tasks import evaluate
 
 
 @dataclass(frozen=True)
@@ -231,38 +235,17 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> object:
             started = time.perf_counter()
             session.begin(number)
             state = algorithm.round(session, state)
-            _check_finite(state, number)
-            average = _averaged(plan, number, state, average)
+            check_finite(state, number)
+            average = averaged(plan, number, state, average)
             evaluated = number % config.metrics.every == 0 or number == algorithm.rounds
             if evaluated:
-                scores += _evaluate(plan, engine, number, _served(plan, state, average), personal)
+                scores += scores_of(plan, engine, number, served_models(plan, state, average), personal)
             store.finish_round(number, time.perf_counter() - started, scores, state, personal, average)
             scores.clear()
             if progress and gauge:
-                progress(gauge.report(number, _summaries(plan, store)[1] if evaluated else None))
-        _save_models(plan, store, _served(plan, state, average), scales)
+                progress(gauge.report(number, summaries(plan, store)[1] if evaluated else None))
+        save_models(plan, store, served_models(plan, state, average), scales)
     return state
-
-
-def _averaged(plan: Plan, number: int, state: object, average: torch.Tensor | None) -> torch.Tensor | None:
-    """The mean of the served models over the last rounds up to this one; None: they are not averaged (yet)."""
-    rounds, last = plan.algorithm.rounds, plan.algorithm.average_last
-    served = plan.algorithm.serve(plan.facts, state)
-    if last == 1 or number <= rounds - last:
-        return None
-    if not isinstance(served, Pick):
-        raise UserError(
-            f"algorithm.average_last = {last} does not go with models that clients keep to themselves.",
-            "Only what is released can be averaged by the server. The rounds before this one are saved.",
-            "algorithm.average_last = 1",
-        )
-    return served.rows if average is None else average + (served.rows - average) / (number - (rounds - last))
-
-
-def _served(plan: Plan, state: object, average: torch.Tensor | None) -> Pick | Literal["personal"]:
-    """Which model serves which client."""
-    served = plan.algorithm.serve(plan.facts, state)
-    return served if average is None or not isinstance(served, Pick) else Pick(average, served.index)
 
 
 def _engine(plan: Plan, store: Store, federation: Federation) -> LocalEngine:
@@ -291,43 +274,10 @@ def _scales(plan: Plan, store: Store) -> tuple[np.ndarray, np.ndarray] | None:
         return feature_statistics(standardise, session, federation=plan.algorithm.unit == "client")
 
 
-def _evaluate(
-    plan: Plan, engine: LocalEngine, number: int, served: Pick | Literal["personal"],
-    personal: Mapping[int, Mapping[str, torch.Tensor]],
-) -> list[Score]:  # fmt: skip
-    """Score the served models on the clients' test records. The numbers go to the metrics table only."""
-    rows = served.index.tolist() if isinstance(served, Pick) else None
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)  # clients whose scores are one and the same
-    for client, group in enumerate(plan.federation.group.tolist()):
-        alike[(rows[client], group) if rows and plan.federation.common_tests else (client,)].append(client)
-    by_first = {clients[0]: clients for clients in alike.values()}
-    calls = [
-        Call(
-            client,
-            {"model": served[client]} if isinstance(served, Pick) else {},
-            personal=personal.get(client, {}),
-        )
-        for client in by_first
-    ]
-    scores = []
-    for first, reply in engine.run(Job(evaluate, f"round {number}, evaluation", {}, calls)):
-        cluster = rows[first] if rows else None
-        values = dict(reply.diagnostics)
-        n = int(values.pop("n"))  # 0: this client has nothing to be tested on, and gets no score
-        if not all(math.isfinite(value) for value in values.values()):
-            raise _diverged(number, f"the loss of client {first}")
-        scores += [
-            Score(number, client, "test", "served", metric, value, cluster, n)
-            for client in by_first[first]
-            for metric, value in values.items()
-        ]
-    return scores
-
-
 def _finish(plan: Plan, store: Store, state: object) -> RunResult:
     """The statement and the result of a run whose rounds are all done."""
     statement = _state(plan, store, complete=True)
-    metrics, _ = _summaries(plan, store)
+    metrics, _ = summaries(plan, store)
     name = plan.config.algorithm.name
     provenance: dict[str, str | int] = {
         "name": plan.config.name,
@@ -340,19 +290,10 @@ def _finish(plan: Plan, store: Store, state: object) -> RunResult:
     }
     result = RunResult(
         store.folder, name, plan.algorithm.rounds, store.seconds(), statement, metrics, provenance,
-        plan.federation.clients, _clusters(plan, state),
+        plan.federation.clients, clusters_of(plan, state),
     )  # fmt: skip
     store.write("result.json", json.dumps(result.to_json(), indent=2).encode())
     return result
-
-
-def _clusters(plan: Plan, state: object) -> dict[str, Any] | None:
-    """What a clustered system found, with the adjusted Rand index against the groups of the data."""
-    found = plan.algorithm.found(state)
-    if found is None:
-        return None
-    figures = {key: value for key, value in vars(found).items() if key != "cluster"}
-    return figures | {"ari": adjusted_rand(found.cluster, plan.facts.group), "of_client": found.cluster.tolist()}
 
 
 def _state(plan: Plan, store: Store, *, complete: bool) -> Statement:
@@ -361,26 +302,6 @@ def _state(plan: Plan, store: Store, *, complete: bool) -> Statement:
     statement = plan.statement(posted, spent, complete=complete)
     store.write("statement.json", json.dumps(statement.to_json(), indent=2).encode())
     return statement
-
-
-def _summaries(plan: Plan, store: Store) -> tuple[dict[str, Summary], Summary]:
-    """All metrics of the last evaluated round, and the main one."""
-    main = "accuracy" if plan.facts.classes else "rmse"
-    found = {}
-    for metric in (main, "loss"):
-        by_client = store.scores(metric)
-        if not by_client:
-            raise UserError(
-                f"nobody of {plan.federation.name} has test records.",
-                "There is nothing to score the models on.",
-                "data with some records for testing",
-            )
-        scored = np.array(sorted(by_client))
-        values = np.array([by_client[client] for client in scored.tolist()])
-        found[metric] = summarise(
-            values, plan.facts.group[scored], plan.federation.groups, higher_is_better=metric == "accuracy"
-        )
-    return found, found[main]
 
 
 class _Gauge:
@@ -403,41 +324,6 @@ class _Gauge:
             curves = [np.sum([n * self.curves[what] for what, n in counts], axis=0) for counts in posted]
             spent = min(spent, max((rdp_epsilon(curve, privacy.delta) for curve in curves), default=0.0))
         return RoundReport(number, self.plan.algorithm.rounds, self.plan.price.epsilon, spent, summary)
-
-
-def _check_finite(state: Any, number: int) -> None:
-    for name, value in vars(state).items():
-        if isinstance(value, torch.Tensor) and not torch.isfinite(value).all():
-            raise _diverged(number, name)
-
-
-def _diverged(number: int, what: str) -> UserError:
-    return UserError(
-        f"round {number}: {what} is no longer finite.",
-        "The training has diverged; the rounds before this one are saved.",
-        "a smaller algorithm.learning_rate",
-    )
-
-
-def _save_models(
-    plan: Plan, store: Store, served: Pick | Literal["personal"], scales: tuple[np.ndarray, np.ndarray] | None
-) -> None:
-    """The served models under the module's own parameter names, one prefix for each row."""
-    if not isinstance(served, Pick):
-        return
-    tensors = {
-        f"{row}/{name}": value.contiguous()
-        for row, weights in enumerate(served.rows)
-        for name, value in plan.model.unflatten(weights.clone()).items()
-    }
-    metadata: dict[str, Any] = {
-        "model": plan.config.model.name,
-        "row_of_client": np.asarray(served.index).tolist(),
-    }
-    if scales and plan.federation.standardise:  # what its inputs must be standardised by
-        columns = plan.federation.standardise.columns
-        metadata["standardise"] = {"columns": columns, "mean": scales[0].tolist(), "scale": scales[1].tolist()}
-    store.write("models/served.safetensors", save(tensors, {"fairveil": json.dumps(metadata)}))
 
 
 def _newest_run(config: RunConfig, runs: Path) -> Path:

@@ -1,0 +1,140 @@
+"""What serves the clients: which models, how well, in which clusters, and the file that holds them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import save
+
+from fairveil.clustering import adjusted_rand
+from fairveil.engine.local import LocalEngine
+from fairveil.errors import UserError
+from fairveil.metrics import Summary, summarise
+from fairveil.plan import Plan
+from fairveil.session import Call, Job, Pick
+from fairveil.store import Score, Store
+from fairveil.tasks import evaluate
+
+Served = Pick | Literal["personal"]
+
+
+def served_models(plan: Plan, state: object, average: torch.Tensor | None) -> Served:
+    """Which model serves which client."""
+    served = plan.algorithm.serve(plan.facts, state)
+    return served if average is None or not isinstance(served, Pick) else Pick(average, served.index)
+
+
+def averaged(plan: Plan, number: int, state: object, average: torch.Tensor | None) -> torch.Tensor | None:
+    """The mean of the served models over the last rounds up to this one; None: they are not averaged (yet)."""
+    rounds, last = plan.algorithm.rounds, plan.algorithm.average_last
+    served = plan.algorithm.serve(plan.facts, state)
+    if last == 1 or number <= rounds - last:
+        return None
+    if not isinstance(served, Pick):
+        raise UserError(
+            f"algorithm.average_last = {last} does not go with models that clients keep to themselves.",
+            "Only what is released can be averaged by the server. The rounds before this one are saved.",
+            "algorithm.average_last = 1",
+        )
+    return served.rows if average is None else average + (served.rows - average) / (number - (rounds - last))
+
+
+def scores_of(
+    plan: Plan, engine: LocalEngine, number: int, served: Served,
+    personal: Mapping[int, Mapping[str, torch.Tensor]],
+) -> list[Score]:  # fmt: skip
+    """Score the served models on the clients' test records. The numbers go to the metrics table only."""
+    rows = served.index.tolist() if isinstance(served, Pick) else None
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)  # clients whose scores are one and the same
+    for client, group in enumerate(plan.federation.group.tolist()):
+        alike[(rows[client], group) if rows and plan.federation.common_tests else (client,)].append(client)
+    by_first = {clients[0]: clients for clients in alike.values()}
+    calls = [
+        Call(
+            client,
+            {"model": served[client]} if isinstance(served, Pick) else {},
+            personal=personal.get(client, {}),
+        )
+        for client in by_first
+    ]
+    scores = []
+    for first, reply in engine.run(Job(evaluate, f"round {number}, evaluation", {}, calls)):
+        cluster = rows[first] if rows else None
+        values = dict(reply.diagnostics)
+        n = int(values.pop("n"))  # 0: this client has nothing to be tested on, and gets no score
+        if not all(math.isfinite(value) for value in values.values()):
+            raise _diverged(number, f"the loss of client {first}")
+        scores += [
+            Score(number, client, "test", "served", metric, value, cluster, n)
+            for client in by_first[first]
+            for metric, value in values.items()
+        ]
+    return scores
+
+
+def summaries(plan: Plan, store: Store) -> tuple[dict[str, Summary], Summary]:
+    """All metrics of the last evaluated round, and the main one."""
+    main = "accuracy" if plan.facts.classes else "rmse"
+    found = {}
+    for metric in (main, "loss"):
+        by_client = store.scores(metric)
+        if not by_client:
+            raise UserError(
+                f"nobody of {plan.federation.name} has test records.",
+                "There is nothing to score the models on.",
+                "data with some records for testing",
+            )
+        scored = np.array(sorted(by_client))
+        values = np.array([by_client[client] for client in scored.tolist()])
+        found[metric] = summarise(
+            values, plan.facts.group[scored], plan.federation.groups, higher_is_better=metric == "accuracy"
+        )
+    return found, found[main]
+
+
+def clusters_of(plan: Plan, state: object) -> dict[str, Any] | None:
+    """What a clustered system found, with the adjusted Rand index against the groups of the data."""
+    found = plan.algorithm.found(state)
+    if found is None:
+        return None
+    figures = {key: value for key, value in vars(found).items() if key != "cluster"}
+    return figures | {"ari": adjusted_rand(found.cluster, plan.facts.group), "of_client": found.cluster.tolist()}
+
+
+def save_models(plan: Plan, store: Store, served: Served, scales: tuple[np.ndarray, np.ndarray] | None) -> None:
+    """The served models under the module's own parameter names, one prefix for each row."""
+    if not isinstance(served, Pick):
+        return
+    tensors = {
+        f"{row}/{name}": value.contiguous()
+        for row, weights in enumerate(served.rows)
+        for name, value in plan.model.unflatten(weights.clone()).items()
+    }
+    metadata: dict[str, Any] = {
+        "model": plan.config.model.name,
+        "row_of_client": np.asarray(served.index).tolist(),
+    }
+    if scales and plan.federation.standardise:  # what its inputs must be standardised by
+        columns = plan.federation.standardise.columns
+        metadata["standardise"] = {"columns": columns, "mean": scales[0].tolist(), "scale": scales[1].tolist()}
+    store.write("models/served.safetensors", save(tensors, {"fairveil": json.dumps(metadata)}))
+
+
+def check_finite(state: Any, number: int) -> None:
+    for name, value in vars(state).items():
+        if isinstance(value, torch.Tensor) and not torch.isfinite(value).all():
+            raise _diverged(number, name)
+
+
+def _diverged(number: int, what: str) -> UserError:
+    return UserError(
+        f"round {number}: {what} is no longer finite.",
+        "The training has diverged; the rounds before this one are saved.",
+        "a smaller algorithm.learning_rate",
+    )
