@@ -111,10 +111,10 @@ def find_clusters(
 def _found(known: _Known, count: int | None, projection: Projection, random: np.random.Generator) -> Clusters:
     n = len(known.gram)
     if count == 1 or n == 1:
-        return _single(known, projection)
+        return _single(known)
     if known.scale <= NOTHING * np.trace(known.gram) / n:  # all the same: any clusters are as good as any others
         if count is None:
-            return _single(known, projection)
+            return _single(known)
         return Clusters(np.arange(n) % count, np.full((n, count), 1 / count), 0.0, 0, np.zeros((n, 2)))
     return _paper(known, count, random) if projection == "paper" else _leave_one_out(known, count, random)
 
@@ -165,6 +165,31 @@ class _Known:
         """1/(p s_i^2 + tau^2) (n,): the mean that is least noisy; bounded, so that one client is never the mean."""
         return 1 / np.maximum(self.energy + scatter, 1e-4 * self.scale)
 
+    @cached_property
+    def debiased(self) -> np.ndarray:
+        """The Gram matrix without what noise is expected to add (n, n)."""
+        return self.gram - np.diag(self.energy)
+
+    @cached_property
+    def plane(self) -> np.ndarray:
+        """The updates on two principal components (n, 2), as far as noise lets them be seen."""
+        return _principal(_centred(self.debiased), 2)
+
+    @cached_property
+    def components(self) -> np.ndarray:
+        """The updates on their principal components, the first ones first (n, n); every client counts by its weight."""
+        weights = self.weights(0.0)
+        root = np.sqrt(weights)
+        return _principal(root[:, None] * _centred(self.debiased, weights) * root, len(root)) / root[:, None]
+
+    @cached_property
+    def tree(self) -> np.ndarray:
+        """Average linkage of the updates."""
+        size = np.diag(self.debiased)
+        squared = np.maximum(size[:, None] + size - 2 * self.debiased, 0)
+        np.fill_diagonal(squared, 0)
+        return linkage(squareform(squared, checks=False), "average")
+
 
 # --- leave one out ---
 
@@ -180,7 +205,7 @@ def _leave_one_out(known: _Known, count: int | None, random: np.random.Generator
                 found.append(_scored(known, *_best(known, whole)))
     top = max((clusters.mss for clusters in found), default=0.0)
     believed = [clusters for clusters in found if clusters.mss >= max(CONFIDENT, WORST_OF_BEST * top)]
-    return believed[-1] if believed else _single(known, "loo")
+    return believed[-1] if believed else _single(known)
 
 
 def _differ(known: _Known) -> bool:
@@ -217,21 +242,16 @@ def _starts(known: _Known, count: int, random: np.random.Generator) -> Iterator[
     k-means on M-1 principal components, in which every client counts by its weight; and average linkage.
     """
     weights = known.weights(0.0)
-    root = np.sqrt(weights)
-    debiased = known.gram - np.diag(known.energy)
-    points = _principal(root[:, None] * _centred(debiased, weights) * root, count - 1) / root[:, None]
-    yield _kmeans(points, count, random, weights / weights.max())
-    size = np.diag(debiased)
-    squared = np.maximum(size[:, None] + size - 2 * debiased, 0)
-    np.fill_diagonal(squared, 0)
-    yield cut_tree(linkage(squareform(squared, checks=False), "average"), count)[:, 0]
+    yield _kmeans(known.components[:, : count - 1], count, random, weights / weights.max())
+    yield cut_tree(known.tree, count)[:, 0]
 
 
 def _refine(known: _Known, label: np.ndarray) -> tuple[np.ndarray, int]:
     """Move the client that gains most to the cluster it is nearest to, until none gains; labels and iterations.
 
-    No client leaves a cluster of two: the one left behind could not be checked against anything. A start may have
-    clusters of one, and they stay unless others join.
+    From 200 clients on, the hundredth of them that gains most moves at once. No client leaves a cluster of two: the one
+    left behind could not be checked against anything. A start may have clusters of one, and they stay unless others
+    join.
     """
     label, client, seen = label.copy(), np.arange(len(label)), set()
     while label.tobytes() not in seen:  # it could go round in circles: leaving one out is not a descent
@@ -240,9 +260,9 @@ def _refine(known: _Known, label: np.ndarray) -> tuple[np.ndarray, int]:
         distance, _ = _distances(known, members, _scatter(known, members))
         gain = distance[client, label] - distance.min(axis=1)
         gain[members.sum(axis=0)[label] <= 2] = 0
-        mover = gain.argmax()
-        if gain[mover] > 0:
-            label[mover] = distance[mover].argmin()
+        for mover in np.argsort(-gain, kind="stable")[: max(1, len(label) // 100)]:
+            if gain[mover] > 0 and np.count_nonzero(label == label[mover]) > 2:
+                label[mover] = distance[mover].argmin()
     return label, len(seen)
 
 
@@ -339,7 +359,7 @@ def _scored(known: _Known, label: np.ndarray, iterations: int) -> Clusters:
     sure = _ratio(apart[label], np.sqrt((variance[:, None] + along) * length))
     surprise = _ratio(np.maximum(margin, 0), apart[label]) * sure**2  # u D^2/V
     likely = np.exp(-np.minimum(surprise, 700))
-    return Clusters(label, likely / likely.sum(axis=1, keepdims=True), mss, iterations, _plane(known, "loo"))
+    return Clusters(label, likely / likely.sum(axis=1, keepdims=True), mss, iterations, known.plane)
 
 
 def _ratio(apart: np.ndarray, deviation: np.ndarray) -> np.ndarray:
@@ -353,12 +373,12 @@ def _ratio(apart: np.ndarray, deviation: np.ndarray) -> np.ndarray:
 def _paper(known: _Known, count: int | None, random: np.random.Generator) -> Clusters:
     """Two principal components, each scaled to [0, 1], and a spherical mixture; M unknown: the largest MSS."""
     n = len(known.gram)
-    points = _plane(known, "paper")
+    points = _principal(_centred(known.gram), 2)
     span = np.ptp(points, axis=0)
     scaled = (points - points.min(axis=0)) / np.where(span > 0, span, 1)
     counts = [count] if count is not None else range(2, min(10, n - 1) + 1)
     found = [_mixture(scaled, m, points, random) for m in counts]
-    return max(found, key=lambda clusters: clusters.mss, default=_single(known, "paper"))
+    return max(found, key=lambda clusters: clusters.mss, default=_single(known))
 
 
 def _mixture(scaled: np.ndarray, count: int, plane: np.ndarray, random: np.random.Generator) -> Clusters:
@@ -389,20 +409,16 @@ def _mixture(scaled: np.ndarray, count: int, plane: np.ndarray, random: np.rando
 # --- shared ---
 
 
-def _single(known: _Known, projection: Projection) -> Clusters:
+def _single(known: _Known) -> Clusters:
     n = len(known.gram)
-    return Clusters(np.zeros(n, int), np.ones((n, 1)), 0.0, 0, _plane(known, projection))
-
-
-def _plane(known: _Known, projection: Projection) -> np.ndarray:
-    return _principal(_centred(known.gram - np.diag(known.energy * (projection == "loo"))), 2)
+    return Clusters(np.zeros(n, int), np.ones((n, 1)), 0.0, 0, known.plane)
 
 
 def _centred(gram: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     """Gram matrix of the points less their (weighted) mean."""
-    weights = np.ones(len(gram)) if weights is None else weights
-    centring = np.eye(len(gram)) - weights / weights.sum()
-    return centring @ gram @ centring.T
+    share = np.full(len(gram), 1 / len(gram)) if weights is None else weights / weights.sum()
+    with_mean = gram @ share
+    return gram - with_mean[:, None] - with_mean + share @ with_mean
 
 
 def _principal(gram: np.ndarray, dimensions: int) -> np.ndarray:
