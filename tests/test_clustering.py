@@ -328,3 +328,18 @@ def test_what_clients_add_themselves_is_not_taken_for_clusters() -> None:
         x = np.random.default_rng([14, seed]).standard_normal((21, 20))
         split += found(x, 0.0, None).count > 1
     assert split <= 4  # measured 2% or less each: 5 or more have probability 4e-5
+
+
+@pytest.mark.statistical
+def test_hundreds_of_clients_of_which_several_move_at_once() -> None:
+    """Distance 6 s: a client's margin is 2.5 standard deviations, so about 2% of 300 are in a wrong place. Seed fixed.
+
+    An index below 0.88 needs about 19 in a wrong place where 7 are expected: probability 2e-4 a trial.
+    """
+    iterations = []
+    for seed in range(4):
+        x, label = updates((30, 90, 90, 90), 6.0, np.ones(300), 650, np.random.default_rng([15, seed]))
+        clusters = found(x, 1.0, None)
+        assert clusters.count == 4 and adjusted_rand(clusters.label, label) > 0.88
+        iterations.append(clusters.iterations)
+    assert max(iterations) > 50  # one of the starts was far off
