@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,3 +99,9 @@ def test_check_prints_every_clause(fairveil: Fairveil) -> None:
     code, out, _ = fairveil("check", "global", "--json")
     answer = one_object(out)
     assert code == 0 and answer["passed"] is True and len(answer["checks"]) == 7
+
+
+def test_ctrl_c_shows_nothing_of_a_process_that_is_leaving(fairveil: Fairveil) -> None:
+    fairveil("list", "algorithms")
+    os.kill(os.getpid(), signal.SIGINT)  # would be a KeyboardInterrupt
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

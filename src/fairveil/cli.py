@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -51,6 +52,8 @@ def main() -> NoReturn:
     except (PrivacyError, RunFault) as error:
         err.print(str(error), markup=False, soft_wrap=True)
         sys.exit(1)
+    finally:  # the process ends here: one more Ctrl-C would only show the insides of leaving
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(0)
 
 
