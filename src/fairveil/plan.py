@@ -75,7 +75,7 @@ class Plan:
         """What the user may want to know beforehand: that the model will be slow, and why; that clusters may hide."""
         if self.algorithm.unit != "record":
             return None
-        notes = [self.algorithm.caution(min(self.terms.values(), key=lambda terms: terms.size or 0))]
+        notes = [self.algorithm.caution(sorted(self.terms.values(), key=lambda terms: terms.size or 0))]
         obstacle = path_of(self.model).obstacle
         if obstacle:
             notes.append(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, cast
 
@@ -77,8 +77,8 @@ class Algorithm(BaseModel, ABC, Generic[S]):
         """
         return self
 
-    def caution(self, terms: Terms) -> str | None:
-        """What may go wrong under the terms of the smallest client, for whoever reads the plan; None: nothing known."""
+    def caution(self, terms: Sequence[Terms]) -> str | None:
+        """What may go wrong under the terms of the clients, the smallest first, for whoever reads the plan."""
         return None
 
     @abstractmethod

@@ -10,6 +10,7 @@ it (`faithful`), it is weakened together with the records' gradients, at the sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -42,7 +43,7 @@ class MRMTL(LocalTraining[State]):
             )
         return self
 
-    def caution(self, terms: Terms) -> str | None:
+    def caution(self, terms: Sequence[Terms]) -> str | None:
         """That the published form is slow."""
         slow = "The pull inside the clip goes through torch.func.vmap, the slower way."
         return slow if self.faithful else None

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -93,21 +94,23 @@ class RDPCFL(LocalTraining[State]):
         return self.model_copy(update={"first_round_factor": self._factor(facts, noise)})
 
     def _factor(self, facts: Facts, noise: NoiseFor) -> float:
-        """The largest factor at which the smallest client should still be told apart.
+        """The largest factor at which the median client should still be told apart.
 
         More noise in round 1 leaves more of the budget to the training, but hides the clusters. Means at a distance D
         can be told apart under noise s in each of p coordinates while D/s > about 2.5 p^(1/4) (docs/clustering.md).
         Here D = expected_separation * eta * c, an assumption and no look at the data, and s = eta * c * f * z / N. If
-        no factor is enough, the smallest is tried; if even that is far off, nothing is wasted on it.
+        no factor is enough, the smallest is tried; if even that is far off, nothing is wasted on it. Smaller clients
+        are compared with means that larger ones have made clear, and choose for themselves later; a factor that suits
+        the smallest of very different clients would take from the training of all.
         """
         if self.first_round_factor != "auto":
             return self.first_round_factor
         if self.faithful:
             return 1.0
-        smallest = int(facts.size.min())
+        median = int(np.sort(facts.size)[(len(facts.size) - 1) // 2])
         for factor in FACTORS:
             variant = self.model_copy(update={"first_round_factor": factor})
-            clarity = variant.clarity(Terms(facts, smallest, noise(variant, smallest)))
+            clarity = variant.clarity(Terms(facts, median, noise(variant, median)))
             if clarity >= 1:
                 return factor
         return FACTORS[-1] if clarity >= 0.5 else FACTORS[0]
@@ -118,15 +121,15 @@ class RDPCFL(LocalTraining[State]):
         noise = training.noise_multiplier * math.sqrt(training.steps) / training.expected_batch  # s / (eta c)
         return self.expected_separation / max(noise * DETECTABLE * terms.facts.parameters**0.25, 1e-300)
 
-    def caution(self, terms: Terms) -> str | None:
+    def caution(self, terms: Sequence[Terms]) -> str | None:
         """Whether clusters may be hidden by the noise, and that round 1 may be slow."""
-        notes = []
-        if self.clusters != 1 and self.clarity(terms) < 1:
+        notes, median = [], terms[(len(terms) - 1) // 2]
+        if self.clusters != 1 and self.clarity(median) < 1:
             notes.append(
                 f"Clusters may not be found. If they are as far apart as algorithm.expected_separation = "
-                f"{self.expected_separation:g} says, the first update of the smallest client ({terms.size:,} records, "
-                f"{terms.facts.parameters:,} parameters) has {1 / self.clarity(terms):.1f} times the noise that would "
-                "be bearable. What helps: more records, fewer parameters, fewer rounds, a larger budget."
+                f"{self.expected_separation:g} says, the first update of the median client ({median.size:,} records, "
+                f"{median.facts.parameters:,} parameters) has {1 / self.clarity(median):.1f} times the noise that "
+                "would be bearable. What helps: more records, fewer parameters, fewer rounds, a larger budget."
             )
         if self.copies > 1:
             notes.append("Round 1 goes through torch.func.vmap, the slower way: a record has several copies.")
