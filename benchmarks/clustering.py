@@ -33,7 +33,7 @@ class Cell:
     """A setting. Lengths are in units of s, the root mean square noise per coordinate."""
 
     clients: int
-    unequal: bool  # noise levels log-normal: 95% within a factor of 10
+    unequal: int  # noise levels log-normal: 95% within a factor of 10^unequal
     dimension: int  # p
     separation: float  # D/s, all pairs of clusters but the last; 0: one cluster
     scatter: float  # norm of what each client adds to its cluster's mean
@@ -73,7 +73,7 @@ def draw(cell: Cell, random: np.random.Generator) -> tuple[np.ndarray, np.ndarra
 def cells(quick: bool) -> Iterator[Cell]:
     """All settings; distances in units of p^(1/4), where it is decided whether clusters can be seen."""
     trials = {10: 100, 21: 60, 100: 16} if not quick else {10: 4, 21: 2, 100: 1}
-    for unequal in (False, True):
+    for unequal in (0, 1):
         for separation in (0, 10, 12, 16, 24):
             yield Cell(10, unequal, 650, separation, 0, False, trials[10])
         for clients in (21, 100):
@@ -83,12 +83,14 @@ def cells(quick: bool) -> Iterator[Cell]:
             for subspace in (False, True) if clients == 21 else (True,):
                 for separation, scatter in ((0, 20), (32, 8), (80, 20)):
                     yield Cell(clients, unequal, 28_938, separation, scatter, subspace, trials[clients])
+    for k, scatter in ((0, 0), (0, 20), (0.5, 0), (1, 0), (1.5, 0), (2, 0), (2.5, 0)):
+        yield Cell(21, 2, 28_938, k * 28_938**0.25, scatter, False, trials[21])
     for nearest in (1 / 2, 2 / 5, 1 / 3):
-        yield Cell(21, False, 28_938, 160, 0, False, trials[21], nearest=nearest)
+        yield Cell(21, 0, 28_938, 160, 0, False, trials[21], nearest=nearest)
     for clients in (10, 21):  # where it begins to work
         for dimension in (650, 28_938, 1_000_000):
             for k in (1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5):
-                yield Cell(clients, False, dimension, k * dimension**0.25, 0, False, 4 if quick else 100, unknown=False)
+                yield Cell(clients, 0, dimension, k * dimension**0.25, 0, False, 4 if quick else 100, unknown=False)
 
 
 def measure(cell: Cell, projection: Projection) -> dict[str, object]:
@@ -107,7 +109,7 @@ def measure(cell: Cell, projection: Projection) -> dict[str, object]:
     row: dict[str, object] = {
         "clients": cell.clients,
         "sizes": "/".join(map(str, sizes)) if cell.separation else str(cell.clients),
-        "noise": "unequal" if cell.unequal else "equal",
+        "noise": ("equal", "unequal", "very unequal")[cell.unequal],
         "dimension": cell.dimension,
         "separation": round(cell.separation, 2),
         "separation_over_p_quarter": round(cell.separation / cell.dimension**0.25, 2),
