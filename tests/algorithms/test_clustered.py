@@ -28,7 +28,7 @@ from fairveil.clustering import overlap
 from fairveil.config import RunConfig, make_config
 from fairveil.contract import Outcome, differ, outcome
 from fairveil.errors import UserError
-from fairveil.plan import Plan, make_plan
+from fairveil.plan import make_plan
 from fairveil.privacy.choice import PrivateChoice
 from fairveil.privacy.mechanisms import CohortSums, Part
 from fairveil.privacy.training import NoisyTraining
@@ -413,22 +413,23 @@ def test_the_factor_is_decided_without_a_look_at_the_records(plain: dict[str, An
     assert one.settled == other.settled
 
 
-def test_the_factor_suits_the_median_client(plain: dict[str, Any]) -> None:
-    """It is told apart at this factor, and would not be at the next: its noise is calibrated anew for each."""
-    spread = plain | {"data": plain["data"] | {"split": plain["data"]["split"] | {"spread": 0.8}, "sizes": "public"}}
+def test_every_client_has_the_factor_that_suits_its_size(plain: dict[str, Any]) -> None:
+    """It is told apart at its factor, and would not be at the next: the noise is calibrated anew for each."""
+    spread = plain | {"data": plain["data"] | {"split": plain["data"]["split"] | {"spread": 0.8}}}
     options: dict[str, Any] = {"rounds": 4, "batch_size": 30, "expected_separation": 0.3}
-
-    def planned(**more: Any) -> tuple[Plan, list[float]]:
-        plan = make_plan(laid_over(noisy(spread), "r-dpcfl", **options, **more))
-        assert isinstance(plan.algorithm, RDPCFL)
-        return plan, sorted(plan.algorithm.clarity(terms) for terms in plan.terms.values())
-
-    plan, clarity = planned()
-    middle = (len(clarity) - 1) // 2
-    factor = plan.settled["first_round_factor"]
-    _, noisier = planned(first_round_factor=FACTORS[FACTORS.index(factor) - 1])
-    assert clarity[0] < 0.7 and noisier[middle] < 1 <= clarity[middle]
-    assert plan.note is None
+    plan = make_plan(laid_over(noisy(spread), "r-dpcfl", **options))
+    assert isinstance(plan.algorithm, RDPCFL) and plan.note is None
+    factors = {client: plan.algorithm.factor(size) for client, size in enumerate(plan.facts.size.tolist())}
+    assert len(set(factors.values())) > 2
+    for factor in sorted(set(factors.values())):
+        louder = make_plan(laid_over(noisy(spread), "r-dpcfl", **options, first_round_factor=factor * 1.43))
+        for client in (client for client in factors if factors[client] == factor):
+            assert plan.algorithm.clarity(plan.terms[client]) >= 1 or factor == FACTORS[0]
+            assert louder.algorithm.clarity(louder.terms[client]) < 1 or factor == FACTORS[-1]
+    for client, terms in plan.terms.items():
+        first = plan.algorithm.first_training(terms)
+        assert first in plan.releases[client]
+        assert first.noise_multiplier == pytest.approx(factors[client] * terms.noise_multiplier)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.7, 4])

@@ -39,7 +39,10 @@ from fairveil.privacy.training import NoisyTraining
 from fairveil.session import Facts, Pick, Session, Terms
 from fairveil.tasks import choose_model
 
-FACTORS = (4.0, 2.8, 2.0, 1.4, 1.0, 0.7, 0.5)  # beyond 4 the first round costs next to nothing anyway
+Factor = Annotated[float, Field(ge=0.01, le=100)]
+FactorsBySize = tuple[tuple[int, Factor], ...]  # from so many records on, this factor; made by the planner
+
+FACTORS = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  # beyond 4 the first round costs next to nothing anyway
 DETECTABLE = 2.5
 LEAST_SWITCH = 5  # after fewer rounds the models of the clusters hardly differ, and nobody could choose among them
 LEAST_PRIOR = 1e-3  # however sure the mixture is, the records may overrule it
@@ -65,8 +68,8 @@ class RDPCFL(LocalTraining[State]):
         "auto", description="M; auto: found in the first round, may be 1"
     )
     projection: Projection = Field("loo", description='how updates are clustered (faithful: "paper")')
-    first_round_factor: Annotated[float, Field(ge=0.01, le=100)] | Literal["auto"] = Field(
-        "auto", description="f: noise multiplier of round 1 over that of the others; auto: the planner decides"
+    first_round_factor: Factor | Literal["auto"] | FactorsBySize = Field(
+        "auto", description="f: noise multiplier of round 1 over that of the others; auto: decided for each size"
     )
     expected_separation: float = Field(
         0.05, gt=0, description="for auto: distance of two clusters' first updates over learning_rate * clip_norm"
@@ -81,7 +84,7 @@ class RDPCFL(LocalTraining[State]):
     # ---- what it costs -----------------------------------------------------------------------------
 
     def settled(self, facts: Facts, noise: NoiseFor) -> Self:
-        """The factor of the first round, if it was left to the planner; and whether all fits."""
+        """The factors of the first round, if they were left to the planner; and whether all fits."""
         if self.clusters != "auto":
             check_count(self.clusters, facts)
         check_score(self.score, facts)
@@ -91,29 +94,43 @@ class RDPCFL(LocalTraining[State]):
                 f"Copies are images moved by a few pixels; these records have the shape {facts.features}.",
                 "algorithm.copies = 1",
             )
-        return self.model_copy(update={"first_round_factor": self._factor(facts, noise)})
+        return self.model_copy(update={"first_round_factor": self._factors(facts, noise)})
 
-    def _factor(self, facts: Facts, noise: NoiseFor) -> float:
-        """The largest factor at which the median client should still be told apart.
+    def _factors(self, facts: Facts, noise: NoiseFor) -> float | FactorsBySize:
+        """For every size the largest factor at which a client of that size should still be told apart.
 
         More noise in round 1 leaves more of the budget to the training, but hides the clusters. Means at a distance D
         can be told apart under noise s in each of p coordinates while D/s > about 2.5 p^(1/4) (docs/clustering.md).
         Here D = expected_separation * eta * c, an assumption and no look at the data, and s = eta * c * f * z / N. If
-        no factor is enough, the smallest is tried; if even that is far off, nothing is wasted on it. Smaller clients
-        are compared with means that larger ones have made clear, and choose for themselves later; a factor that suits
-        the smallest of very different clients would take from the training of all.
+        no factor is enough, the smallest is taken: for a small client it is cheap, since its later batches hold a large
+        share of its records and cost more. If even that is far off for the median client, nothing is wasted on it.
         """
         if self.first_round_factor != "auto":
             return self.first_round_factor
         if self.faithful:
             return 1.0
-        median = int(np.sort(facts.size)[(len(facts.size) - 1) // 2])
-        for factor in FACTORS:
+
+        def clarity(size: int, factor: float) -> float:
             variant = self.model_copy(update={"first_round_factor": factor})
-            clarity = variant.clarity(Terms(facts, median, noise(variant, median)))
-            if clarity >= 1:
-                return factor
-        return FACTORS[-1] if clarity >= 0.5 else FACTORS[0]
+            return variant.clarity(Terms(facts, size, noise(variant, size)))
+
+        sizes, place = np.sort(facts.size).tolist(), 0
+        smallest: dict[float, int] = {}  # by factor, the smallest client that has it
+        for size in sorted(set(sizes)):  # the larger a client, the more noise it bears
+            while place + 1 < len(FACTORS) and clarity(size, FACTORS[place + 1]) >= 1:
+                place += 1
+            smallest.setdefault(FACTORS[place], size)
+            if size == sizes[(len(sizes) - 1) // 2] and not place and clarity(size, FACTORS[0]) < 0.5:
+                return FACTORS[-1]
+        table = tuple((size, factor) for factor, size in smallest.items())
+        return table if len(table) > 1 else FACTORS[place]
+
+    def factor(self, size: int) -> float:
+        """f of a client with so many records."""
+        assert self.first_round_factor != "auto"
+        if isinstance(self.first_round_factor, float):
+            return self.first_round_factor
+        return next(factor for least, factor in reversed(self.first_round_factor) if least <= size)
 
     def clarity(self, terms: Terms) -> float:
         """D/s over what it takes to tell a client from others by its first update; 1 is just enough."""
@@ -137,10 +154,10 @@ class RDPCFL(LocalTraining[State]):
 
     def first_training(self, terms: Terms) -> NoisyTraining:
         """Round 1: all records in every step, b_i = N_i, at f times the noise."""
-        assert terms.size is not None and self.first_round_factor != "auto"
+        assert terms.size is not None
         usual = NoisyTraining.epochs(
             terms.size, terms.size, self.local_epochs,
-            clip_norm=terms.facts.clip_norm, noise_multiplier=self.first_round_factor * terms.noise_multiplier,
+            clip_norm=terms.facts.clip_norm, noise_multiplier=self.factor(terms.size) * terms.noise_multiplier,
         )  # fmt: skip
         return replace(usual, copies=self.copies)
 
