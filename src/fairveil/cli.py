@@ -103,7 +103,7 @@ def plan(config: Config, settings: Settings = None, as_json: AsJson = False) -> 
     if noise["smallest"] != noise["largest"]:
         out.print(f"Noise multipliers from {noise['smallest']:.4f} to {noise['largest']:.4f}, by declared size.")
     for key, value in planned.settled.items():
-        out.print(f"Settled by the planner: algorithm.{key} = {value}")
+        out.print(f"Settled by the planner: algorithm.{key} = {json.dumps(value)}")
     print_statement(statement)
     if planned.note:
         out.print(f"Note: {planned.note}", soft_wrap=True)

@@ -808,11 +808,19 @@ def test_without_any_noise_nothing_is_called_a_leak_only(plain: dict[str, Any]) 
     assert promise.startswith("NONE") and "but for" not in promise
 
 
-def test_a_resumed_run_solves_nothing_anew(plain: dict[str, Any], runs: Path) -> None:
+@pytest.mark.parametrize("spread", [0.0, 0.8])
+def test_a_resumed_run_solves_nothing_anew(plain: dict[str, Any], runs: Path, spread: float) -> None:
     """What the planner has settled is in the folder: another accountant could come to another number."""
-    folder = interrupted(laid_over(noisy(plain), "r-dpcfl", rounds=5, batch_size=64), runs, 2)
+    data = plain["data"] | {"split": plain["data"]["split"] | {"spread": spread}}
+    options: dict[str, Any] = {"rounds": 5, "batch_size": 30, "expected_separation": 0.3}
+    config = laid_over(noisy(plain | {"data": data}), "r-dpcfl", **options)
+    assert isinstance(make_plan(config).settled["first_round_factor"], tuple) == bool(spread)  # one for each size
+    whole = run_plan(make_plan(config), runs=runs)
+    folder = interrupted(config, runs, 2)
     with patch("fairveil.plan.calibrate_many", side_effect=AssertionError("calibrated again")):
         resume_run(folder)
+    assert differ(outcome(folder), outcome(whole.folder)) is None
+    assert posted_and_planned(folder) == posted_and_planned(whole.folder)
 
 
 def test_clients_stay_where_they_most_likely_belong_if_nobody_chooses(plain: dict[str, Any], runs: Path) -> None:

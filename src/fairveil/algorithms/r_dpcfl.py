@@ -8,7 +8,8 @@ Privacy unit: one record of a client. Trust: nobody.
 What is done otherwise than in the paper, because it is better at the same price; `faithful` does it as the paper does:
 - The server knows the noise of every update and takes it out of their distances (see clustering.py). It then also
   sees when there is only one cluster.
-- The noise of round 1 need not be that of the others: the planner trades one against the other (first_round_factor).
+- The noise of round 1 need not be that of the others: the planner trades one against the other, for each client by its
+  size, so that all first updates are about equally clear (first_round_factor).
 - The first updates are the first step of each cluster's training: they are paid for. The paper starts again.
 - E_c is at least 5: before that the models hardly differ, and nobody could choose.
 - There is one choice where the paper makes E/10 and keeps the last (of several, the cluster chosen most often); and it
