@@ -111,10 +111,15 @@ def test_the_results_shown_are_those_in_the_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "minority"),
-    [("mnist-rotated", "0°"), ("fashion-rotated", "0°"), ("mnist-flipped", "labels +0")],
+    ("name", "smallest"),
+    [
+        ("mnist-rotated", "accuracy[0°]"),
+        ("fashion-rotated", "accuracy[0°]"),
+        ("mnist-flipped", "accuracy[labels +0]"),
+        ("mnist-clusters", "accuracy_worst_group"),
+    ],
 )
-def test_the_tables_of_methods_are_those_of_the_sweeps(name: str, minority: str) -> None:
+def test_the_tables_of_methods_are_those_of_the_sweeps(name: str, smallest: str) -> None:
     """Every row of docs/recommended.md: mean and deviation over seeds, in percent; how often clusters were found."""
     path = ROOT / f"docs/results/{name}.csv"
     table = pd.read_csv(path)
@@ -123,11 +128,35 @@ def test_the_tables_of_methods_are_those_of_the_sweeps(name: str, minority: str)
     for variant, part in table.groupby("variant"):
         cells = []
         for _, runs in part.groupby("privacy.epsilon") if "privacy.epsilon" in part else [(None, part)]:
-            for column in ("accuracy_mean", f"accuracy[{minority}]"):
+            for column in ("accuracy_mean", smallest):
                 cells.append(f"{100 * runs[column].mean():.1f} ± {100 * runs[column].std():.1f}")
             found = runs["clusters_ari"].dropna()
             cells.append(f"{(found == 1).sum()} of {len(found)}" if len(found) else "")
         assert f"| `{variant}` | {' | '.join(cells)} |" in shown
+
+
+def test_the_tables_of_clusterings_are_those_of_the_bench() -> None:
+    """Every row of the three tables in docs/clustering.md with both ways of clustering, and of that of the limit."""
+    table = pd.read_csv(ROOT / "docs/results/clustering.csv", keep_default_na=False)
+    assert not table["commit"].str.contains("dirty").any()
+    text = (ROOT / "docs/clustering.md").read_text()
+    lines = text.split("## Measured")[1].splitlines()
+    shown = {line for line in lines if line[-3:-2].isdigit() and line[:3] in ("| 1", "| 2", "| e", "| u", "| v")}
+    measures = "ari_given", "ari_unknown", "count_found", "confident_wrong_given", "confident_wrong_unknown"
+    rows = set()
+    kept = table[(table["nearest"] == 1) & (table["count_found"] != "")]
+    cells = ["clients", "noise", "dimension", "separation", "scatter_kind", "scatter"]
+    for cell, both in kept.groupby(cells, sort=False):
+        clients, noise, dimension, separation, kind, scatter = cell
+        apart = f"{separation:.1f}".removesuffix(".0") if separation else "none"
+        paper, ours = (both[both["projection"] == name].iloc[0] for name in ("paper", "loo"))
+        figures = " | ".join(f"{float(paper[m]):z.2f} / {float(ours[m]):z.2f}" for m in measures)
+        names = [str(clients)] * (clients != 10) + [noise] + ([kind, f"{scatter}"] if kind else []) + [apart]
+        if dimension != 1_000_000 and (clients == 10 or dimension == 28_938):
+            rows.add(f"| {' | '.join(names)} | {figures} |")
+    limit = table[table["count_found"] == ""].groupby(["clients", "dimension"])["perfect_given"]
+    rows |= {f"| {n} | {p:,} | {' | '.join(f'{share:.2f}' for share in shares)} |" for (n, p), shares in limit}
+    assert rows == shown
 
 
 def test_the_pull_in_the_document_is_that_of_the_sweep() -> None:
