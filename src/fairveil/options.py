@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -44,6 +45,9 @@ def parse(model: type[M], values: Any, key: str = "") -> M:
 def _explained(model: type[BaseModel], error: ErrorDetails, key: str) -> UserError:
     """The first thing that pydantic found wrong, as a user's error."""
     owner, field, names, rest = _locate(model, error)
+    if field and get_origin(field.annotation) in (Union, UnionType):
+        several = len(set(get_args(field.annotation)) - {NoneType}) > 1
+        rest = rest[1:] if several else rest  # the first part names the member that did not fit, in pydantic's words
     prefix = ".".join([*filter(None, [key]), *names[:-1]])
     place = ".".join(filter(None, [prefix, *names[-1:]])) or "the config"
     where = place + "".join(f"[{part}]" for part in rest)
