@@ -135,6 +135,15 @@ def test_the_tables_of_methods_are_those_of_the_sweeps(name: str, smallest: str)
         assert f"| `{variant}` | {' | '.join(cells)} |" in shown
 
 
+def test_the_papers_own_settings_are_those_of_the_sweep() -> None:
+    table = pd.read_csv(ROOT / "docs/results/mnist-paper.csv")
+    assert (table["status"] == "finished").all() and not table["commit"].str.contains("dirty").any()
+    assert table["clusters_ari"].dropna().tolist() == [1]
+    shown = (ROOT / "docs/recommended.md").read_text()
+    for _, run in table.iterrows():
+        assert f"| `{run['variant']}` | {100 * run['accuracy_mean']:.1f} | {100 * run['accuracy[0°]']:.1f} |" in shown
+
+
 def test_the_tables_of_clusterings_are_those_of_the_bench() -> None:
     """Every row of the three tables in docs/clustering.md with both ways of clustering, and of that of the limit."""
     table = pd.read_csv(ROOT / "docs/results/clustering.csv", keep_default_na=False)
