@@ -144,6 +144,15 @@ def test_the_papers_own_settings_are_those_of_the_sweep() -> None:
         assert f"| `{run['variant']}` | {100 * run['accuracy_mean']:.1f} | {100 * run['accuracy[0°]']:.1f} |" in shown
 
 
+def test_what_each_setting_brings_is_what_the_sweep_has() -> None:
+    table = pd.read_csv(ROOT / "docs/results/mnist-tuning.csv")
+    assert (table["status"] == "finished").all() and not table["commit"].str.contains("dirty").any()
+    shown = (ROOT / "docs/recommended.md").read_text()
+    for _, run in table.iterrows():
+        figures = f"{100 * run['accuracy_mean']:.1f} | {100 * run['accuracy[0°]']:.1f} |"
+        assert re.search(rf"\| `{run['variant']}` \| [^|]+ \| {re.escape(figures)}", shown)
+
+
 def test_the_tables_of_clusterings_are_those_of_the_bench() -> None:
     """Every row of the three tables in docs/clustering.md with both ways of clustering, and of that of the limit."""
     table = pd.read_csv(ROOT / "docs/results/clustering.csv", keep_default_na=False)
