@@ -65,7 +65,11 @@ def test_settings_are_typed(small: dict[str, Any], setting: str, path: tuple[str
         ({"privacy": {"epsilon": 8.0}}, "privacy.delta is missing.", "privacy.delta = 0.0001"),
         ({"algorithm": {"name": "global", "round": 3}}, "algorithm.round = 3", "algorithm.rounds = 3"),
         ({"algorithm": {"name": "global", "rounds": 0}}, "algorithm.rounds = 0 is not valid.", "algorithm.rounds = 30"),
-        ({"algorithm": {"name": "r-dpcfl", "clusters": "x"}}, 'algorithm.clusters = "x" is not valid.', "algorithm."),
+        (
+            {"algorithm": {"name": "r-dpcfl", "clusters": "x"}},
+            'algorithm.clusters = "x" is not valid.',
+            'algorithm.clusters = "auto"',
+        ),
         ({"algorithm": {"name": "global", "rounds": True}}, "algorithm.rounds = true", "algorithm.rounds = 30"),
         ({"algorithm": {"rounds": 3}}, "algorithm.name is missing.", 'algorithm.name = "global"'),
         ({"engine": {"kind": "locl"}}, 'engine.kind = "locl" is not valid.', 'engine.kind = "local"'),
