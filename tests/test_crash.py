@@ -378,9 +378,7 @@ class Whole:
         """What a run folder holds."""
         with Store(folder) as store:
             planned, posted = store.ledger.planned(), store.ledger.posted()
-            rows = store.database.execute(
-                "SELECT round, client, split, model, metric, cluster, value, n FROM metrics ORDER BY 1, 2, 3, 4, 5"
-            ).fetchall()
+            rows = store.database.execute("SELECT * FROM scores ORDER BY 1, 2, 3, 4").fetchall()
         result = json.loads((folder / "result.json").read_text())
         del result["run"], result["seconds"]
         models = folder / "models" / "served.safetensors"

@@ -183,7 +183,7 @@ def test_a_regression_reports_rmse(small: dict[str, Any], runs: Path) -> None:
 def test_evaluation_can_be_rarer_but_the_last_round_is_always_evaluated(small: dict[str, Any], runs: Path) -> None:
     result = run_plan(make_plan(make_config(small | {"metrics": {"every": 3}})), runs=runs)
     with Store(result.folder) as store:
-        rounds = store.database.execute("SELECT DISTINCT round FROM metrics WHERE metric = 'accuracy'").fetchall()
+        rounds = store.database.execute("SELECT DISTINCT round FROM scores WHERE metric = 'accuracy'").fetchall()
     assert rounds == [(3,), (4,)]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fairveil.errors import UserError
+from fairveil.reading import load_run
 from fairveil.store import Score, Store
 
 
@@ -79,10 +80,13 @@ def test_metrics_are_one_long_table_and_a_round_run_again_replaces_its_rows(tmp_
         rows = [Score(1, c, "test", "served", "accuracy", 0.5 + c / 10, cluster=c, n=50) for c in (0, 1)]
         for _ in range(2):
             store.finish_round(1, 0.25, rows, STATE, {})
-        table = store.database.execute("SELECT * FROM metrics ORDER BY client").fetchall()
-        assert table == [
-            (1, 0, "north", 0, "test", "served", "accuracy", 0.5, 50),
-            (1, 1, "south", 1, "test", "served", "accuracy", 0.6, 50),
+        store.write("config.toml", b"")
+        store.write("statement.json", b"{}")
+        table = load_run(tmp_path).metrics
+        assert list(table.columns) == ["round", "client", "group", "cluster", "split", "model", "metric", "value", "n"]
+        assert table.to_numpy().tolist() == [
+            [1, 0, "north", 0, "test", "served", "accuracy", 0.5, 50],
+            [1, 1, "south", 1, "test", "served", "accuracy", 0.6, 50],
         ]
         assert store.scores("accuracy") == {0: 0.5, 1: 0.6}
         assert store.seconds() == 0.25 and store.meta("data") == "abc" and store.meta("none") is None

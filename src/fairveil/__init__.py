@@ -3,6 +3,7 @@
 config = fairveil.load_config("run.toml")
 print(fairveil.make_plan(config).statement().sentence())   # what it will cost, before it is paid
 result = fairveil.start_run(config)
+fairveil.load_run(result.folder).metrics                    # all that was measured, as a DataFrame
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from fairveil.config import RunConfig, load_config, make_config
     from fairveil.errors import PrivacyError, RunFault, UserError
     from fairveil.plan import Plan, make_plan
+    from fairveil.reading import Run, load_run
     from fairveil.run import Interrupted, RunResult, resume_run, run_plan, start_run
     from fairveil.sweep import Sweep, SweepResult, load_sweep, run_sweep
 
@@ -21,6 +23,7 @@ __all__ = [
     "Interrupted",
     "Plan",
     "PrivacyError",
+    "Run",
     "RunConfig",
     "RunFault",
     "RunResult",
@@ -28,6 +31,7 @@ __all__ = [
     "SweepResult",
     "UserError",
     "load_config",
+    "load_run",
     "load_sweep",
     "make_config",
     "make_plan",
@@ -36,7 +40,7 @@ __all__ = [
     "run_sweep",
     "start_run",
 ]
-_HOMES = ("errors", "config", "plan", "run", "sweep")
+_HOMES = ("errors", "config", "plan", "reading", "run", "sweep")
 
 
 def __getattr__(name: str) -> Any:

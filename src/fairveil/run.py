@@ -205,7 +205,14 @@ def begin(plan: Plan, store: Store) -> None:
         names = federation.names or [str(client) for client in range(federation.clients)]
         clients = [(name, federation.groups[g]) for name, g in zip(names, federation.group, strict=True)]
         facts = {"data": federation.fingerprint, "config": plan.config.digest(), "code": plan.code, "commit": commit()}
-        store.save_units(plan.units, clients, facts | versions() | {"settled": json.dumps(plan.settled)})
+        made_of = {  # for whoever reads the folder without the data
+            "features": federation.features, "classes": federation.classes,
+            "record": federation.record, "dataset": federation.name, "holders": plan.holders,
+            "common_tests": federation.common_tests, "parameters": plan.facts.parameters,
+            "attributes": dict(federation.attributes),
+        }  # fmt: skip
+        facts |= versions() | {"settled": json.dumps(plan.settled), "facts": json.dumps(made_of)}
+        store.save_units(plan.units, clients, facts)
         store.write("statement.json", json.dumps(plan.statement().to_json(), indent=2).encode())
 
 

@@ -14,6 +14,7 @@ import os
 import secrets
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -31,6 +32,7 @@ from fairveil.errors import PrivacyError, RunFault, UserError
 from fairveil.privacy.ledger import Ledger
 
 FORMAT = 1  # of the run folder
+CLIENT, VALUE = np.dtype("<i4"), np.dtype("<f8")  # in the columns of the table of scores
 DISK_FAULTS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM)
 
 SCHEMA = """
@@ -39,16 +41,14 @@ CREATE TABLE IF NOT EXISTS unit (
     accountant TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS client (client INTEGER PRIMARY KEY, name TEXT NOT NULL, "group" TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS word (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
-CREATE TABLE IF NOT EXISTS score (
-    round INTEGER NOT NULL, client INTEGER NOT NULL, split INTEGER NOT NULL, model INTEGER NOT NULL,
-    metric INTEGER NOT NULL, cluster INTEGER, value REAL, n INTEGER,
-    PRIMARY KEY (round, client, split, model, metric)) WITHOUT ROWID;
-CREATE VIEW IF NOT EXISTS metrics AS
-    SELECT score.round, score.client, client."group", score.cluster, s.text AS split, m.text AS model,
-           k.text AS metric, score.value, score.n
-    FROM score JOIN client USING (client)
-    JOIN word AS s ON s.id = score.split JOIN word AS m ON m.id = score.model JOIN word AS k ON k.id = score.metric;
+CREATE TABLE IF NOT EXISTS scores (
+    round INTEGER NOT NULL, split TEXT NOT NULL, model TEXT NOT NULL, metric TEXT NOT NULL,
+    client BLOB NOT NULL, value BLOB NOT NULL, cluster BLOB, n BLOB,
+    PRIMARY KEY (round, split, model, metric));
+CREATE TABLE IF NOT EXISTS confusion (
+    client INTEGER NOT NULL, attribute TEXT NOT NULL, of TEXT NOT NULL, actual INTEGER NOT NULL,
+    predicted INTEGER NOT NULL, n INTEGER NOT NULL,
+    PRIMARY KEY (client, attribute, of, actual, predicted)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS round (round INTEGER PRIMARY KEY, seconds REAL NOT NULL);
 """
 
@@ -109,7 +109,6 @@ class Store:
             self.database.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
             self.database.executescript(SCHEMA)
             self.ledger = Ledger(self.database)
-            self._words: dict[str, int] = dict(self.database.execute("SELECT text, id FROM word"))
             self._opened = opened.pop_all()  # all went well: they stay open
 
     def __enter__(self) -> Self:
@@ -158,13 +157,8 @@ class Store:
             with self.database:
                 self.database.execute("INSERT OR REPLACE INTO round VALUES (?, ?)", (number, seconds))
                 self.database.executemany(
-                    "INSERT OR REPLACE INTO score VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    [
-                        (s.round, s.client, self._word(s.split), self._word(s.model), self._word(s.metric),
-                         s.cluster, s.value, s.n)
-                        for s in scores
-                    ],
-                )  # fmt: skip
+                    "INSERT OR REPLACE INTO scores VALUES (?, ?, ?, ?, ?, ?, ?, ?)", _columns(scores)
+                )
             self.checkpoint(number, state, personal, average)
 
     def checkpoint(
@@ -196,15 +190,23 @@ class Store:
 
     # ---- reading and writing -----------------------------------------------------------------------
 
-    def scores(self, metric: str) -> dict[int, float]:
+    def scores(self, metric: str, split: str = "test") -> dict[int, float]:
         """A metric of the served models in the last evaluated round, by client."""
-        of_metric = (
-            "metric = (SELECT id FROM word WHERE text = ?) AND model = (SELECT id FROM word WHERE text = 'served')"
-        )
-        # from the newest row on, up to the first that fits: a run may have millions of older ones
-        last = f"SELECT round FROM score WHERE {of_metric} ORDER BY round DESC LIMIT 1"
-        query = f"SELECT client, value FROM score WHERE {of_metric} AND round = ({last})"
-        return dict(self.database.execute(query, (metric, metric)))
+        query = "SELECT client, value FROM scores WHERE split = ? AND model = 'served' AND metric = ?"
+        row = self.database.execute(f"{query} ORDER BY round DESC LIMIT 1", (split, metric)).fetchone()
+        if row is None:
+            return {}
+        return dict(zip(np.frombuffer(row[0], CLIENT).tolist(), np.frombuffer(row[1], VALUE).tolist(), strict=True))
+
+    def save_confusion(self, rows: Sequence[tuple[int, str, str, int, int, int]]) -> None:
+        """How often the served models took one class for another, at the end.
+
+        Args:
+            rows: client, attribute of the records and its value (both "" for all records), true class, predicted class,
+                number of records.
+        """
+        with disk_faults(self.folder), self.database:
+            self.database.executemany("INSERT OR REPLACE INTO confusion VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def seconds(self) -> float:
         """Time spent in finished rounds, over all interruptions."""
@@ -239,12 +241,21 @@ class Store:
         except OSError as error:
             raise _unwritable(self.folder, error) from error
 
-    def _word(self, text: str) -> int:
-        if text not in self._words:
-            number = self.database.execute("INSERT INTO word (text) VALUES (?)", (text,)).lastrowid
-            assert number is not None
-            self._words[text] = number
-        return self._words[text]
+
+def _columns(scores: Sequence[Score]) -> Iterator[tuple[Any, ...]]:
+    """Scores as rows of the table: one for all clients that were measured in the same way.
+
+    A thousand clients over five hundred rounds make millions of values, which would each need a row of their own.
+    """
+    alike: defaultdict[tuple[int, str, str, str], list[Score]] = defaultdict(list)
+    for score in scores:
+        alike[score.round, score.split, score.model, score.metric].append(score)
+    for key, found in alike.items():
+        found.sort(key=lambda score: score.client)
+        client = np.array([score.client for score in found], CLIENT).tobytes()
+        value = np.array([score.value for score in found], VALUE).tobytes()
+        optional = ([score.cluster for score in found], [score.n for score in found])
+        yield *key, client, value, *(None if None in many else np.array(many, CLIENT).tobytes() for many in optional)
 
 
 def hold(lock: TextIO, folder: Path, why: str) -> None:
@@ -253,6 +264,16 @@ def hold(lock: TextIO, folder: Path, why: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"{folder} is in use.", why, "wait for it, or stop it first") from None
+
+
+def is_held(folder: Path) -> bool:
+    """Whether some process holds a folder now. Asks the system (Linux) and never the lock, which a run may want."""
+    try:
+        inode = (folder / "lock").stat().st_ino
+        locks = Path("/proc/locks").read_text()
+    except OSError:
+        return False
+    return any(line.split()[1] == "FLOCK" and line.split()[5].endswith(f":{inode}") for line in locks.splitlines())
 
 
 def new_folder(runs: Path, name: str) -> Path:

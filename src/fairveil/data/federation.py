@@ -59,10 +59,15 @@ def side_by_side(several: Sequence[Records]) -> list[Records]:
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """What one client holds: what it trains on, and what it is judged by."""
+    """What one client holds: what it trains on, and what it is judged by.
+
+    Attributes:
+        attributes: of the test records, by name (n,): which of the attribute's values each has. For evaluation only.
+    """
 
     train: Records
     test: Records
+    attributes: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class Source(Protocol):
@@ -114,6 +119,7 @@ class Federation:
         tokens: if records hold the numbers of words, from 0 on, how many there are; None: they hold amounts.
         standardise: what is left to be done before training, by statistics that have a price.
         common_tests: whether all clients of a group are tested on the same records.
+        attributes: sensitive attributes of records, for evaluation only: by name, the values that there are.
     """
 
     name: str
@@ -132,6 +138,7 @@ class Federation:
     tokens: int | None = None
     standardise: Standardise | None = None
     common_tests: bool = False
+    attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for column, at_least in (("size", 1), ("group", 0)):
@@ -188,7 +195,7 @@ class Standardised:
     def load(self, client: int) -> ClientData:
         """The client's records, standardised."""
         data = self.source.load(client)
-        return ClientData(self._applied(data.train), self._applied(data.test))
+        return ClientData(self._applied(data.train), self._applied(data.test), data.attributes)
 
     def _applied(self, records: Records) -> Records:
         x = records.x.clone()

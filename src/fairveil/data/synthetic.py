@@ -64,8 +64,10 @@ class Drawn:
         train, test = int(self.train[client]), int(self.test[client])
         drawn = self.dataset.draw(self.seed, client, int(self.group[client]), train + test)
         # Clones: a slice would keep (and send, when pickled) the whole storage.
-        first, last = slice(None, train), slice(train, None)
-        return ClientData(*(Records(drawn.x[part].clone(), drawn.y[part].clone()) for part in (first, last)))
+        first, last = (
+            Records(drawn.x[part].clone(), drawn.y[part].clone()) for part in (slice(None, train), slice(train, None))
+        )
+        return ClientData(first, last)
 
 
 class GaussianClusters(Generated):

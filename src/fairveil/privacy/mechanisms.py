@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -83,6 +85,30 @@ def canonical(mechanism: Mechanism) -> str:
         return value.hex() if isinstance(value, float) else value
 
     return json.dumps(plain(mechanism), sort_keys=True)
+
+
+HEXADECIMAL = re.compile(r"-?(0x[01]\.[0-9a-f]+p[+-]\d+|inf)|nan")  # how `canonical` writes a float
+
+
+def from_canonical(text: str) -> Mechanism | None:
+    """The mechanism that `canonical` wrote; None if it is not one of this library's (then nothing is imported)."""
+
+    def built(value: Any) -> Any:
+        if isinstance(value, dict):
+            named = {key: built(item) for key, item in value.items()}
+            module, _, name = named.pop("type").rpartition(".")
+            if not module.startswith("fairveil.privacy."):
+                raise ValueError(f"{module} is not of this library")
+            return getattr(import_module(module), name)(**named)
+        if isinstance(value, list):
+            return tuple(built(item) for item in value)
+        return float.fromhex(value) if isinstance(value, str) and HEXADECIMAL.fullmatch(value) else value
+
+    try:
+        mechanism: Mechanism = built(json.loads(text))
+        return mechanism if canonical(mechanism) == text else None
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError):
+        return None
 
 
 Releases = Mapping[Mechanism, int]  # a multiset of them

@@ -1,0 +1,236 @@
+"""A run folder, read: config, promises, metrics and ledger. Nothing is locked, so a run under way can be read too."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fairveil.errors import RunFault, UserError
+from fairveil.privacy.mechanisms import Mechanism, from_canonical
+from fairveil.provenance import published
+from fairveil.store import CLIENT, VALUE, is_held
+
+METRICS = ("round", "client", "group", "cluster", "split", "model", "metric", "value", "n")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder has it at the moment of reading.
+
+    Attributes:
+        config: resolved, as plain values.
+        statement: what is guaranteed (statement.json).
+        result: of a finished run (result.json); None: it is not finished.
+        facts: of the data, for whoever reads this without them: features, classes, attributes, ...
+        provenance: hashes of config and code, versions. That of the data is the published one.
+        clients: one row for each: name, group, and (record level) declared size, noise multiplier, planned epsilon.
+        rounds: those that are done: round, seconds.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    statement: Mapping[str, Any]
+    result: Mapping[str, Any] | None
+    facts: Mapping[str, Any]
+    provenance: Mapping[str, str]
+    clients: pd.DataFrame
+    rounds: pd.DataFrame
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def algorithm(self) -> str:
+        return str(self.config["algorithm"]["name"])
+
+    @property
+    def running(self) -> bool:
+        """Whether a process is at work on it now."""
+        return self.result is None and is_held(self.folder)
+
+    @property
+    def main(self) -> str:
+        """The metric that people ask for first."""
+        return "rmse" if self._has("rmse") else "accuracy"
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """All that was measured, one value a row: round, client, group, cluster, split, model, metric, value, n."""
+        query = "SELECT round, split, model, metric, client, value, cluster, n FROM scores ORDER BY round, metric"
+        with self._open() as database:
+            rows = database.execute(query).fetchall()
+        if not rows:
+            return pd.DataFrame(columns=list(METRICS))
+        *same, clients, values, clusters, numbers = zip(*rows, strict=True)
+        client = np.frombuffer(b"".join(clients), CLIENT)
+        length = [len(packed) // CLIENT.itemsize for packed in clients]
+        columns: dict[str, Any] = {
+            name: pd.Categorical(column).repeat(length) if name != "round" else np.repeat(column, length)
+            for name, column in zip(("round", "split", "model", "metric"), same, strict=True)
+        }
+        columns |= {"client": client, "value": np.frombuffer(b"".join(values), VALUE)}
+        columns |= {"group": pd.Categorical(self.clients["group"])[client]}
+        columns |= {"cluster": _whole(clusters, length), "n": _whole(numbers, length)}
+        return pd.DataFrame(columns)[list(METRICS)]
+
+    def scores(self, metric: str, *, split: str = "test", model: str = "served") -> pd.DataFrame:
+        """One metric as a table: a row for each evaluated round, a column for each client; NaN: not scored.
+
+        Args:
+            model: or what begins like it: "local_update" finds "local_update, ask 1".
+        """
+        return self._matrix("value", metric, split, model)
+
+    def counts(self, metric: str, *, split: str = "test", model: str = "served") -> pd.DataFrame:
+        """How many records are behind each of the scores, in the same shape."""
+        return self._matrix("n", metric, split, model)
+
+    def assignment(self) -> pd.DataFrame:
+        """Which of the models serves whom: a row for each evaluated round, a column for each client."""
+        return self._matrix("cluster", self.main, "test", "served")
+
+    def splits(self) -> list[str]:
+        """The kinds of records that the served models were tested on: "test", and values of an attribute."""
+        query = "SELECT DISTINCT split FROM scores WHERE model = 'served' ORDER BY split"
+        with self._open() as database:
+            return [split for (split,) in database.execute(query)]
+
+    @cached_property
+    def confusion(self) -> pd.DataFrame:
+        """How often the served models took one class for another at the end; attribute "" counts all test records."""
+        with self._open() as database:
+            table = pd.read_sql_query("SELECT * FROM confusion", database)
+        return table.rename(columns={"of": "value"})
+
+    def planned(self, unit: int) -> Counter[Mechanism | None]:
+        """All that a unit may ever release. None stands for mechanisms that this library does not know."""
+        query = "SELECT what, count FROM plan JOIN mechanism ON id = mechanism WHERE unit = ?"
+        planned: Counter[Mechanism | None] = Counter()
+        with self._open() as database:
+            for what, count in database.execute(query, (unit,)):
+                planned[from_canonical(what)] += count
+        return planned
+
+    def posted(self, unit: int) -> list[tuple[int, Mechanism | None, str]]:
+        """What a unit has released, in order: the round (0: before training), by which mechanism, of which kind."""
+        query = "SELECT request, what, kind FROM ledger JOIN mechanism ON id = mechanism WHERE unit = ?"
+        with self._open() as database:
+            rows = database.execute(query, (unit,)).fetchall()
+        known = {what: from_canonical(what) for _, what, _ in rows}
+        return sorted(((_round(request), known[what], kind) for request, what, kind in rows), key=lambda row: row[0])
+
+    @cached_property
+    def units(self) -> pd.DataFrame:
+        """What was solved for every protected unit: unit (a client, or -1: the federation), size, noise, epsilon."""
+        with self._open() as database:
+            return pd.read_sql_query("SELECT * FROM unit ORDER BY unit", database)
+
+    def _has(self, metric: str) -> bool:
+        with self._open() as database:
+            return database.execute("SELECT 1 FROM scores WHERE metric = ? LIMIT 1", (metric,)).fetchone() is not None
+
+    def _matrix(self, column: str, metric: str, split: str, model: str) -> pd.DataFrame:
+        query = (
+            f"SELECT round, client, {column} FROM scores WHERE metric = ? AND split = ? "
+            "AND (model = ? OR model LIKE ? || ',%') ORDER BY round"
+        )
+        kind = VALUE if column == "value" else CLIENT
+        rounds: dict[int, np.ndarray] = {}
+        with self._open() as database:
+            for number, client, values in database.execute(query, (metric, split, model, model)):
+                line = rounds.setdefault(number, np.full(len(self.clients), np.nan))
+                if values is not None:
+                    line[np.frombuffer(client, CLIENT)] = np.frombuffer(values, kind)
+        return pd.DataFrame(
+            np.array(list(rounds.values())).reshape(len(rounds), len(self.clients)),
+            index=pd.Index(list(rounds), name="round", dtype=int),
+        )
+
+    def _open(self) -> closing[sqlite3.Connection]:
+        return _connected(self.folder)
+
+
+def load_run(path: Path | str) -> Run:
+    """Read a run folder, finished or not.
+
+    Raises:
+        UserError: it is not one, or nothing has been planned in it yet.
+    """
+    folder = Path(path)
+    if not (folder / "run.sqlite").exists() or not (folder / "config.toml").exists():
+        raise UserError(
+            f"{folder} is not a run folder.",
+            "It holds no run: neither a config nor a ledger.",
+            "fairveil list runs, then one of those",
+        )
+    with _connected(folder) as database:
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+        if "scores" not in tables:
+            raise UserError(
+                f"{folder} was written by an earlier version of fairveil.",
+                "Its metrics are kept in another form, which this version does not read.",
+                "run it again: fairveil run, with its config.toml",
+            )
+        meta = dict(database.execute("SELECT key, value FROM meta"))
+        query = 'SELECT name, "group", size, noise_multiplier, epsilon FROM client LEFT JOIN unit ON unit = client'
+        clients = pd.read_sql_query(f"{query} ORDER BY client", database)
+        rounds = pd.read_sql_query("SELECT round, seconds FROM round ORDER BY round", database)
+    if clients.empty:
+        raise UserError(f"{folder} holds nothing yet.", "The run is still being planned.", "wait for its first round")
+    config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    statement = _json(folder / "statement.json")
+    if statement is None:
+        raise UserError(f"{folder} holds no statement.", "The run is still being planned.", "wait for its first round")
+    facts, settled = (json.loads(meta.pop(key, "{}")) for key in ("facts", "settled"))
+    provenance = meta | {"data": published(meta["data"])}
+    result = _json(folder / "result.json")
+    return Run(folder, config, statement, result, facts | {"settled": settled}, provenance, clients, rounds)
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return values
+
+
+def _connected(folder: Path) -> closing[sqlite3.Connection]:
+    """The database, for reading. Where not even a lock may be written beside it, as a file that nobody changes."""
+    path = (folder / "run.sqlite").resolve()
+    for mode in ("mode=ro", "immutable=1"):
+        try:
+            database = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True)
+            database.execute("SELECT 1 FROM sqlite_master").fetchone()
+            return closing(database)
+        except sqlite3.OperationalError as error:
+            database.close()
+            fault = error
+        except sqlite3.DatabaseError as error:
+            raise RunFault(f"{folder} could not be read: its database is damaged ({error}).") from error
+    raise RunFault(f"{folder} could not be read: {fault}.") from fault
+
+
+def _whole(packed: Sequence[bytes | None], length: Sequence[int]) -> pd.arrays.IntegerArray:
+    """Columns of whole numbers below one another; what is missing is missing."""
+    missing = np.repeat([part is None for part in packed], length)
+    parts = [bytes(CLIENT.itemsize * n) if part is None else part for part, n in zip(packed, length, strict=True)]
+    return pd.arrays.IntegerArray(np.frombuffer(b"".join(parts), CLIENT).astype(np.int64), missing.astype(bool))
+
+
+def _round(request: str) -> int:
+    """The round of a request: "round 3, ask 1"."""
+    stage = request.partition(",")[0].split()
+    return int(stage[1]) if stage[0] == "round" else 0
