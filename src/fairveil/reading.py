@@ -114,6 +114,11 @@ class Run:
             table = pd.read_sql_query("SELECT * FROM confusion", database)
         return table.rename(columns={"of": "value"})
 
+    @cached_property
+    def clusters(self) -> Mapping[str, Any] | None:
+        """What a clustered system has found so far: count, of_client, ari, mss, mpo, switch_round, plane ..."""
+        return _json(self.folder / "clusters.json")
+
     def planned(self, unit: int) -> Counter[Mechanism | None]:
         """All that a unit may ever release. None stands for mechanisms that this library does not know."""
         query = "SELECT what, count FROM plan JOIN mechanism ON id = mechanism WHERE unit = ?"

@@ -29,6 +29,7 @@ from fairveil.serving import (
     averaged,
     check_finite,
     clusters_of,
+    save_clusters,
     save_models,
     scores_of,
     served_models,
@@ -248,6 +249,8 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> object:
             if evaluated:
                 scores += scores_of(plan, engine, number, served_models(plan, state, average), personal)
             store.finish_round(number, time.perf_counter() - started, scores, state, personal, average)
+            if evaluated:
+                save_clusters(plan, store, state)
             scores.clear()
             if progress and gauge:
                 progress(gauge.report(number, summaries(plan, store)[1] if evaluated else None))

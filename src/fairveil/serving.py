@@ -103,8 +103,18 @@ def clusters_of(plan: Plan, state: object) -> dict[str, Any] | None:
     found = plan.algorithm.found(state)
     if found is None:
         return None
-    figures = {key: value for key, value in vars(found).items() if key != "cluster"}
+    figures = {key: value for key, value in vars(found).items() if key not in ("cluster", "plane")}
     return figures | {"ari": adjusted_rand(found.cluster, plan.facts.group), "of_client": found.cluster.tolist()}
+
+
+def save_clusters(plan: Plan, store: Store, state: object) -> None:
+    """What a clustered system has found so far, with what it saw, for whoever looks at the folder."""
+    found = plan.algorithm.found(state)
+    if found is not None:
+        seen = {"plane": None if found.plane is None else np.round(found.plane, 9).tolist()}
+        text = json.dumps((clusters_of(plan, state) or {}) | seen)
+        if store.text("clusters.json") != text:  # it changes rarely, and writing waits for the disk
+            store.write("clusters.json", text.encode())
 
 
 def save_models(plan: Plan, store: Store, served: Served, scales: tuple[np.ndarray, np.ndarray] | None) -> None:

@@ -222,6 +222,13 @@ class Store:
             raise _unwritable(self.folder, error) from error
         return path
 
+    def text(self, name: str) -> str | None:
+        """What a file of the folder holds; None: there is none."""
+        try:
+            return (self.folder / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
     def secret(self) -> str:
         """The key of the run's noise, 256 random bits in a file that only its owner may read; made when first asked.
 

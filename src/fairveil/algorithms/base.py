@@ -40,6 +40,7 @@ class Found:
     mpo: float | None = None  # largest overlap of a pair
     switch_round: int | None = None  # E_c, the last round in which the mixture of the first updates decides
     iterations: int | None = None  # of the fit
+    plane: np.ndarray | None = None  # (clients, 2), what was clustered, for pictures
 
 
 class Algorithm(BaseModel, ABC, Generic[S]):

@@ -262,7 +262,9 @@ class RDPCFL(LocalTraining[State]):
         return Pick(state.models, _settled(state))
 
     def found(self, state: State) -> Found:
-        return Found(_settled(state), len(state.models), state.mss, state.mpo, state.switch_round, state.iterations)
+        return Found(
+            _settled(state), len(state.models), state.mss, state.mpo, state.switch_round, state.iterations, state.plane
+        )
 
 
 def _settled(state: State) -> np.ndarray:

@@ -179,8 +179,24 @@ class _Runner:
         self.left -= 1
 
     def released(self, update: Tensor) -> tuple[Release, dict[str, float]]:
-        diagnostics = {"clipped": self.clipped / max(self.drawn, 1), "not_finite": float(self.not_finite)}
+        diagnostics = {"clipped": self.clipped / max(self.drawn, 1)}
+        if self.not_finite:  # so rare that a thousand clients need not say no in every round
+            diagnostics["not_finite"] = float(self.not_finite)
+        if self.std:
+            diagnostics["signal_to_noise"] = self._signal_to_noise(update)
         return Release({"update": update}, self.mechanism, self.client.key, MINT), diagnostics
+
+
+    def _signal_to_noise(self, update: Tensor) -> float:
+        """The norm of what is not noise in the update over that of the noise, estimated from the update alone.
+
+        E|update|^2 = |signal|^2 + |noise|^2, and the latter is known. With p parameters the estimate of the square is
+        off by about sqrt(2/p).
+        """
+        kept = 1.0 if self.inside else (1 - self.client.inputs["learning_rate"] * self.pull) ** 2  # of earlier noise
+        steps = math.fsum(kept**later for later in range(self.mechanism.steps))
+        noise = (self.rate * self.std) ** 2 * steps * len(update)
+        return math.sqrt(max(0.0, float(update.double().square().sum()) / noise - 1)) if noise else math.inf
 
 
 def perturbed(x: Tensor, copies: int, stream: Stream) -> Tensor:
