@@ -118,7 +118,11 @@ class PrivacyConfig(Section):
 
 
 class FairnessConfig(Section):
-    groups: Literal["cluster"] = "cluster"  # by which clients are compared: the groups of the data
+    """How a run is judged. Nothing here changes what is trained; what is left out leaves the hash of a config alone."""
+
+    groups: str = "cluster"  # the groups of the clients; or a sensitive attribute of the records
+    positive: int | None = Field(None, ge=0, examples=[1])  # the class that is an advantage; None: 1 of two, else none
+    reference: Literal["central"] | None = None  # a model trained on each group's pooled records, without privacy
 
 
 class EngineConfig(Section):
@@ -352,7 +356,9 @@ accountant = "tightest"         # the smaller of "rdp" and "pld", both valid
 noise = "reproducible"          # from the seed; or "secret", from a random key in the run folder
 
 [fairness]
-groups = "cluster"              # clients are compared by the groups of the data
+groups = "cluster"              # clients are compared by the groups of the data; or a sensitive attribute
+# positive = 1                  # the class that is an advantage, for demographic parity and equalised odds
+# reference = "central"         # what privacy costs each group: a model of its pooled records; evaluation only
 
 [engine]
 kind = "local"                  # this machine

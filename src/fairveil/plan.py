@@ -15,8 +15,9 @@ from dp_accounting import DpEvent
 from fairveil.algorithms.base import Algorithm
 from fairveil.config import PrivacyConfig, RunConfig
 from fairveil.data.federation import GRID_PER_DECADE, Federation, nominal_sizes
-from fairveil.errors import UserError
+from fairveil.errors import UserError, nearest
 from fairveil.models import Model
+from fairveil.options import shown
 from fairveil.preparation import preparation_releases
 from fairveil.privacy.accounting import (
     Price,
@@ -154,6 +155,7 @@ class Plan:
             trust=self.algorithm.trust,
             noise=self.config.privacy.noise,
             public=public,
+            reference=self.config.fairness.reference is not None,
             complete=complete,
         )
 
@@ -257,6 +259,7 @@ def materials(
     """
     algorithm = config.build_algorithm()
     federation = config.build_federation()
+    _check_fairness(config, federation)
     model = config.model_spec(federation).build()
     if algorithm.unit == "record":
         path_of(model)  # refuses what has no per-record gradients
@@ -278,6 +281,24 @@ def materials(
 
     found = algorithm.settled(facts, noise) if settled is None else algorithm.model_copy(update=settled)
     return found, federation, model, facts
+
+
+def _check_fairness(config: RunConfig, federation: Federation) -> None:
+    """What the run is to be judged by must be there."""
+    groups, positive = config.fairness.groups, config.fairness.positive
+    known = ["cluster", *federation.attributes]
+    if groups not in known:
+        raise UserError(
+            f"fairness.groups = {shown(groups)} is not an attribute of {federation.name}.",
+            f"There are: {', '.join(known)}. A file names its own in data.options.sensitive. Nothing was run.",
+            f"fairness.groups = {shown(nearest(groups, known) or 'cluster')}",
+        )
+    if positive is not None and positive >= federation.classes:
+        raise UserError(
+            f"fairness.positive = {positive} is not a class of {federation.name}.",
+            f"It has {federation.classes} classes, numbered from 0." if federation.classes else "It is a regression.",
+            "fairness.positive = 1, or leave it out",
+        )
 
 
 def _check_budget(privacy: PrivacyConfig, epsilon: float) -> None:

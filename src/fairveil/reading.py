@@ -19,7 +19,7 @@ import pandas as pd
 from fairveil.errors import RunFault, UserError
 from fairveil.privacy.mechanisms import Mechanism, from_canonical
 from fairveil.provenance import published
-from fairveil.store import CLIENT, VALUE, is_held
+from fairveil.store import CLIENT, VALUE, is_held, of_records
 
 METRICS = ("round", "client", "group", "cluster", "split", "model", "metric", "value", "n")
 
@@ -63,7 +63,7 @@ class Run:
     @property
     def main(self) -> str:
         """The metric that people ask for first."""
-        return "rmse" if self._has("rmse") else "accuracy"
+        return "rmse" if self.facts.get("classes") == 0 else "accuracy"
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
@@ -101,11 +101,35 @@ class Run:
         """Which of the models serves whom: a row for each evaluated round, a column for each client."""
         return self._matrix("cluster", self.main, "test", "served")
 
-    def splits(self) -> list[str]:
-        """The kinds of records that the served models were tested on: "test", and values of an attribute."""
-        query = "SELECT DISTINCT split FROM scores WHERE model = 'served' ORDER BY split"
-        with self._open() as database:
-            return [split for (split,) in database.execute(query)]
+    @cached_property
+    def groups(self) -> list[str]:
+        """By which the run is judged: the groups of the clients, or the values of an attribute of the records."""
+        if self.attribute is None:
+            return list(dict.fromkeys(self.clients["group"]))
+        return list(self.facts["attributes"][self.attribute])
+
+    @property
+    def attribute(self) -> str | None:
+        """The attribute of the records by which the run is judged; None: by groups of clients."""
+        groups = self.config.get("fairness", {}).get("groups", "cluster")
+        return None if groups == "cluster" else str(groups)
+
+    def by_group(self, metric: str, *, split: str = "test", model: str = "served") -> pd.DataFrame:
+        """A metric by group: a row for each evaluated round, a column for each group.
+
+        The mean over the clients of a group; over the records that have an attribute's value, wherever they are.
+        """
+        if self.attribute is None or split != "test":
+            values = self.scores(metric, split=split, model=model)
+            group = self.clients["group"].to_numpy()
+            found = {g: values.loc[:, group == g].mean(axis=1) for g in dict.fromkeys(group)}
+        else:
+            found = {}
+            for name in self.groups:
+                split = of_records(self.attribute, name)
+                values, n = self.scores(metric, split=split), self.counts(metric, split=split)
+                found[name] = (values * n).sum(axis=1) / n.sum(axis=1)
+        return pd.DataFrame(found).dropna(axis=1, how="all")
 
     @cached_property
     def confusion(self) -> pd.DataFrame:
@@ -142,9 +166,11 @@ class Run:
         with self._open() as database:
             return pd.read_sql_query("SELECT * FROM unit ORDER BY unit", database)
 
-    def _has(self, metric: str) -> bool:
+    def measured(self, metric: str) -> list[str]:
+        """The models and tasks that a metric was measured of."""
         with self._open() as database:
-            return database.execute("SELECT 1 FROM scores WHERE metric = ? LIMIT 1", (metric,)).fetchone() is not None
+            rows = database.execute("SELECT DISTINCT model FROM scores WHERE metric = ? ORDER BY model", (metric,))
+            return list(dict.fromkeys(model.partition(",")[0] for (model,) in rows))
 
     def _matrix(self, column: str, metric: str, split: str, model: str) -> pd.DataFrame:
         query = (

@@ -265,6 +265,11 @@ def _columns(scores: Sequence[Score]) -> Iterator[tuple[Any, ...]]:
         yield *key, client, value, *(None if None in many else np.array(many, CLIENT).tobytes() for many in optional)
 
 
+def of_records(attribute: str, value: str) -> str:
+    """The split of the test records that have this value of an attribute."""
+    return f"test, {attribute} = {value}"
+
+
 def hold(lock: TextIO, folder: Path, why: str) -> None:
     """Take a folder for this process alone, for as long as its lock file is open."""
     try:

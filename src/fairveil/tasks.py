@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
@@ -57,24 +58,54 @@ def choose_model(members: Sequence[Member]) -> list[Reply]:
 def evaluate(members: Sequence[Member]) -> list[Reply]:
     """Score a model on each client's test records. Nothing leaves: the numbers are diagnostics.
 
-    The model is the input "model", or the client's personal "model" where no input is given. A client without test
-    records is not scored.
+    The model is the input "model", or the client's personal "model" where no input is given. A client without such
+    records is not scored: its "n" is 0.
+
+    Inputs: "split", which records ("test" if left out). "by", an attribute of the test records: the scores of those
+    that have its value v are told beside the others, as "accuracy@v" and so on.
     """
     replies = []
     for member in members:
         weights = cast(Tensor, member.inputs.get("model", member.personal.get("model")))
-        records = member.data.test
+        records = member.data.train if member.inputs.get("split") == "train" else member.data.test
         if not len(records.y):
             replies.append(Reply(Kept(), diagnostics={"n": 0.0}))
             continue
         output, losses = _tested(member.model, weights, records)
-        scores = {"loss": float(losses.double().mean()), "n": float(len(records.y))}
-        if member.model.spec.classes:
-            scores["accuracy"] = float((output.argmax(dim=1) == records.y).double().mean())
-        else:
-            error = output.squeeze(1).double() - records.y.double()
-            scores["rmse"] = float(error.square().mean().sqrt())
+        scores = _scores(output, losses, records.y)
+        if by := cast(str, member.inputs.get("by", "")):
+            value = torch.from_numpy(member.data.attributes[by])
+            for v in value.unique().tolist():
+                of = value == v
+                scores |= {f"{key}@{v}": n for key, n in _scores(output[of], losses[of], records.y[of]).items()}
         replies.append(Reply(Kept(), diagnostics=scores))
+    return replies
+
+
+def _scores(output: Tensor, losses: Tensor, y: Tensor) -> dict[str, float]:
+    scores = {"loss": float(losses.double().mean()), "n": float(len(y))}
+    if y.is_floating_point():
+        scores["rmse"] = float((output.squeeze(1).double() - y.double()).square().mean().sqrt())
+    else:
+        scores["accuracy"] = float((output.argmax(dim=1) == y).double().mean())
+    return scores
+
+
+def confuse(members: Sequence[Member]) -> list[Reply]:
+    """How often a model, given as in `evaluate`, takes one class for another on each client's test records.
+
+    The diagnostics "attribute/v/actual/predicted" count records that have value v of an attribute; "/0/..." all.
+    """
+    replies = []
+    for member in members:
+        weights = cast(Tensor, member.inputs.get("model", member.personal.get("model")))
+        records, counts = member.data.test, Counter[str]()
+        if len(records.y):
+            predicted = _tested(member.model, weights, records)[0].argmax(dim=1).tolist()
+            pairs = list(zip(records.y.tolist(), predicted, strict=True))
+            for name, values in {"": [0] * len(pairs), **member.data.attributes}.items():
+                counts.update(f"{name}/{v}/{a}/{p}" for v, (a, p) in zip(values, pairs, strict=True))
+        replies.append(Reply(Kept(), diagnostics={key: float(n) for key, n in counts.items()}))
     return replies
 
 

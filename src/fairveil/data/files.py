@@ -38,6 +38,8 @@ class File(Dataset):
         prepare: how columns become numbers, by name (see `fairveil.data.columns`); others stay as they are.
         statistics_noise: noise multiplier of the means and deviations that clients release to standardise columns.
         group: column with one value for each client, for fairness between groups.
+        sensitive: columns such as sex or age band, one value for each record, for fairness between groups of records.
+            They are for evaluation only, and no features unless `features` names them. Their values are public.
         task: whether the target is a label or a number.
         test_fraction: share of each client's records kept for testing, at least one record. A client that has one
             record trains on it and is not scored.
@@ -50,6 +52,7 @@ class File(Dataset):
     prepare: dict[str, AnyColumn] = Field(default_factory=dict)
     statistics_noise: Annotated[float, Field(ge=0.01, le=1e6)] = 10.0
     group: str | None = None
+    sensitive: tuple[str, ...] = ()
     task: Literal["classification", "regression"] = "classification"
     test_fraction: TestFraction = 0.2
 
@@ -74,8 +77,11 @@ class File(Dataset):
     def load(self, seed: int) -> Federation:
         """Read, check, and set test records aside."""
         labels = (self.target,) if self.task == "classification" else ()
-        columns = read_columns(self.path, {self.client, self.group, *labels} - {None}, set(self.prepare))
-        for option, name in (("client", self.client), ("target", self.target), ("group", self.group)):
+        apart = set(self.sensitive) - set(self.prepare) - set(self.features or ())
+        texts = {self.client, self.group, *labels, *apart} - {None}
+        columns = read_columns(self.path, texts, set(self.prepare))
+        named = (("client", self.client), ("target", self.target), ("group", self.group))
+        for option, name in (*named, *(("sensitive", name) for name in self.sensitive)):
             if name is not None:
                 pick(columns, self.path, option, name)
         prepared = self._features(columns)
@@ -87,6 +93,7 @@ class File(Dataset):
             self.path.name, Records(torch.from_numpy(prepared.x), torch.from_numpy(y)), client, classes=classes,
             test_fraction=self.test_fraction, seed=seed, group=group, groups=groups, names=tuple(names),
             public=prepared.public, tokens=prepared.tokens,
+            attributes={name: self._codes(columns, "sensitive", name) for name in self.sensitive},
             standardise=Standardise.of(prepared.to_standardise, self.statistics_noise),
         )  # fmt: skip
 
@@ -113,7 +120,7 @@ class File(Dataset):
                 )
         if self.features is None:
             usable = {name for name, column in columns.items() if numeric(column) or name in self.prepare}
-            found = tuple(name for name in columns if name in usable - own)
+            found = tuple(name for name in columns if name in usable - own - (set(self.sensitive) - set(self.prepare)))
             if not found:
                 raise self._nothing("numeric columns to learn from")
             return found

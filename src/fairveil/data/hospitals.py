@@ -38,8 +38,13 @@ CHARGES = Archive(
 )
 
 
+AGES = (45, 55, 65)  # years at which one age band ends and the next begins
+
+
 class HeartDisease(Stored):
     """920 patients at four hospitals: has a patient heart disease? 13 measurements; many are missing, by hospital.
+
+    Sex and age band are sensitive attributes of every patient: fairness.groups may be "sex" or "age".
 
     The hospitals are the clients, and each is a group: Cleveland, Budapest ("hungarian"), Zurich and Basel
     ("switzerland"), Long Beach ("va"). A cholesterol or blood pressure of 0 means that it was not measured.
@@ -83,6 +88,10 @@ class HeartDisease(Stored):
             classes=5 if self.target == "severity" else 2, test_fraction=self.test_fraction, seed=seed,
             group=np.arange(len(names)), groups=tuple(names), names=tuple(names), record="one patient",
             public=prepared.public,
+            attributes={
+                "sex": ((table["sex"].to_numpy() > 0).astype(np.int64), ("female", "male")),
+                "age": (np.digitize(table["age"].to_numpy(), AGES), ("below 45", "45 to 54", "55 to 64", "65 and above")),
+            },
         )  # fmt: skip
 
 

@@ -36,13 +36,15 @@ def held_out(held: np.ndarray, fraction: float) -> np.ndarray:
 
 def owned(
     name: str, records: Records, client: np.ndarray, *, classes: int, test_fraction: float, seed: int,
-    group: np.ndarray | None = None, groups: tuple[str, ...] = ("all",), **more: Any,
+    group: np.ndarray | None = None, groups: tuple[str, ...] = ("all",),
+    attributes: Mapping[str, tuple[np.ndarray, Sequence[str]]] | None = None, **more: Any,
 ) -> Federation:  # fmt: skip
     """The federation of records that have an owner; each client keeps a random share of its own for testing.
 
     Args:
         client: (records,) who holds each, from 0 on without a gap.
         group: (clients,) index into `groups`; None: all in one.
+        attributes: of records, by name: (records,) codes, and the values that they stand for. For evaluation only.
         more: as in Federation.
     """
     counts = np.bincount(client)
@@ -54,8 +56,10 @@ def owned(
         train.append(np.sort(shuffled[held:]))
     group = np.zeros(len(counts), dtype=np.int64) if group is None else group
     shifts = (Shift(),) * len(groups)
-    source = Columns(records, Shares.of(train), records, Shares.of(test), group, shifts, classes)
-    return source.federation(name, groups, **more)
+    codes = {key: values for key, (values, _) in (attributes or {}).items()}
+    source = Columns(records, Shares.of(train), records, Shares.of(test), group, shifts, classes, codes)
+    named = {key: tuple(values) for key, (_, values) in (attributes or {}).items()}
+    return source.federation(name, groups, attributes=named, **more)
 
 
 class Natural(Split):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class Columns:
         test, held: rows, and who is tested on which; held = None: everyone on all of them.
         group, shifts: (clients,) and, by group, what sets it apart.
         classes: number of labels; 0 for regression.
+        attributes: of the test rows, by name (rows,): which of an attribute's values each has.
     """
 
     train: Records
@@ -56,6 +57,7 @@ class Columns:
     group: np.ndarray
     shifts: tuple[Shift, ...]
     classes: int
+    attributes: Mapping[str, np.ndarray] = field(default_factory=dict)
     # Clients of one group share one shifted copy of a common test set: 20 copies of MNIST's would be 600 MB.
     _tests: dict[int, Records] = field(default_factory=dict, repr=False)
 
@@ -67,7 +69,9 @@ class Columns:
         group = int(self.group[client])
         train = self._shifted(self.train.take(self.share[client]), group)
         if self.held is not None:
-            return ClientData(train, self._shifted(self.test.take(self.held[client]), group))
+            held = self.held[client]
+            attributes = {name: values[held] for name, values in self.attributes.items()}
+            return ClientData(train, self._shifted(self.test.take(held), group), attributes)
         if group not in self._tests:
             self._tests[group] = self._shifted(self.test, group)
         return ClientData(train, self._tests[group])

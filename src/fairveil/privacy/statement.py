@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -26,6 +26,10 @@ NOT_COVERED = (
     "other runs on the same records, whose prices add up; people who own several records; and the run folder apart "
     "from the models: its metrics are computed without noise, and it holds the clients' checkpoints, who took part "
     "when, and the fingerprint of the data. Keep it as you keep the data. Error messages may quote a record"
+)
+REFERENCE = (
+    ". Reference models are trained without privacy on the pooled records of each group, for evaluation only: they are "
+    "not kept, but their scores are in the run folder and in the cache of numbers"
 )
 OVERLAP = ". Clients overlap: up to {} of them hold one and the same record, which is not protected as a whole"
 
@@ -90,6 +94,18 @@ class Statement:
         plain["epsilon_spent"] = None if self.epsilon_spent is None else json_number(self.epsilon_spent)
         return plain | {"sentence": self.sentence()}
 
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Statement:
+        """What `to_json` wrote."""
+        values = {f.name: plain[f.name] for f in fields(cls)}
+        for key in ("epsilon", "epsilon_without_leaks", "epsilon_spent"):
+            values[key] = None if values[key] is None else float(values[key])  # float("infinity") is infinite
+        kinds = [
+            {k: tuple(v) if isinstance(v, list) else v for k, v in release.items()} for release in values["releases"]
+        ]
+        values |= {"releases": tuple(ReleaseKind(**kind) for kind in kinds), "leaks": tuple(values["leaks"])}
+        return cls(**values)
+
     def _guarantee(self) -> str:
         if math.isinf(self.epsilon):
             none = "NONE (epsilon is infinite): something is sent without noise"
@@ -134,6 +150,7 @@ def make_statement(
     trust: str,
     public: Mapping[str, str],
     noise: NoiseSource,
+    reference: bool,
     complete: bool,
 ) -> Statement:
     """The statement of a run.
@@ -144,6 +161,7 @@ def make_statement(
         noised: epsilon of all that has noise, the largest over units.
         spent: epsilon of what was posted, the largest over units; None before anything could be.
         planned, posted: by unit, in the same order, the smallest unit first.
+        reference: whether models are trained without privacy, for evaluation.
     """
     kinds = sorted({mechanism.kind for releases in planned for mechanism in releases})
     return Statement(
@@ -163,7 +181,9 @@ def make_statement(
         releases=tuple(_kind(kind, planned, posted) for kind in kinds),
         public=dict(public),
         noise_source=NOISE_SOURCES[noise],
-        not_covered=NOT_COVERED + (OVERLAP.format(holders) if unit == "client" and holders > 1 else ""),
+        not_covered=NOT_COVERED
+        + (REFERENCE if reference else "")
+        + (OVERLAP.format(holders) if unit == "client" and holders > 1 else ""),
         complete=complete,
     )
 

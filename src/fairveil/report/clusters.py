@@ -1,0 +1,185 @@
+"""The figures of a clustered run: what was seen, who was put where, and whether it was right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.colors import ListedColormap
+from matplotlib.lines import Line2D
+from matplotlib.patches import Ellipse, Patch
+from matplotlib.ticker import MaxNLocator
+
+from fairveil.reading import Run
+from fairveil.report.chart import COLOURS, Chart, legend_below, new_axes, shape_of, shortened, styled
+
+MOST_MODELS = 12  # beyond it every client has a model of its own, and there are no clusters to show
+MOST_SEGMENTS = 2000
+LARGEST_TABLE = 40
+
+
+def final_clusters(run: Run) -> np.ndarray | None:
+    """Which cluster each client ended in (clients,); None: nobody looked for any."""
+    return np.array(run.clusters["of_client"]) if run.clusters else None
+
+
+def recovery(run: Run) -> Mapping[str, Any] | None:
+    """How the clusters agree with the groups of the data."""
+    label = final_clusters(run)
+    if label is None or run.clusters is None:
+        return None
+    table = pd.crosstab(run.clients["group"].to_numpy(), label)
+    smallest = run.clients["group"].value_counts().idxmin()
+    of_smallest = table.loc[smallest][table.loc[smallest] > 0]
+    alone = len(of_smallest) == 1 and table[of_smallest.index[0]].sum() == of_smallest.iloc[0]
+    one_each = bool(((table > 0).sum(axis=0) == 1).all() and ((table > 0).sum(axis=1) == 1).all())
+    found = {key: run.clusters.get(key) for key in ("count", "ari", "mss", "mpo", "switch_round", "iterations")}
+    return found | {"groups": len(table), "exact": one_each, "minority": str(smallest), "minority_alone": bool(alone)}
+
+
+def cluster_plane(run: Run) -> Chart | None:
+    """The first noisy updates on two axes: colour and ellipse by cluster found, shape by group of the data."""
+    label = final_clusters(run)
+    if label is None or run.clusters is None or run.clusters.get("plane") is None:
+        return None
+    plane, group = np.array(run.clusters["plane"], dtype=float), run.clients["group"].to_numpy()
+    names = list(dict.fromkeys(group))
+    pooled = _within(plane, label)
+    with styled():
+        figure, axes = new_axes(4.1)
+        for cluster in np.unique(label):
+            inside, colour = label == cluster, COLOURS[cluster % len(COLOURS)]
+            axes.add_patch(_ellipse(plane[inside], pooled, colour))
+            for number, name in enumerate(names):
+                dots = plane[inside & (group == name)]
+                axes.scatter(*dots.T, s=34 if len(plane) <= 100 else 12, marker=shape_of(number), color=colour, alpha=0.9)
+        axes.set_xlabel("first principal direction of the updates")
+        axes.set_ylabel("second")
+        axes.margins(0.12)
+        axes.set_aspect("equal", adjustable="datalim")
+        axes.tick_params(labelbottom=False, labelleft=False)
+        entries: list[tuple[Artist, str]] = [
+            (Patch(color=COLOURS[c % len(COLOURS)]), f"cluster {c}") for c in np.unique(label)[:MOST_MODELS].tolist()
+        ]
+        entries += [
+            (Line2D([], [], marker=shape_of(number), color="#444444", linestyle=""), f"group {name}")
+            for number, name in enumerate(names[:MOST_MODELS])
+        ]
+        legend_below(figure, entries)
+    data = pd.DataFrame(
+        {"client": run.clients["name"], "group": group, "cluster": label, "first": plane[:, 0], "second": plane[:, 1]}
+    )
+    marks = [
+        (axes, float(x), float(y), f"{name} ({of}), cluster {c}")
+        for (x, y), name, of, c in zip(plane, run.clients["name"], group, label, strict=True)
+    ]
+    caption = (
+        "What the server sees in round 1: every client's update with its noise, on the two directions in which they "
+        "differ most. Ellipses hold two standard deviations of a cluster. The mixture looks at more directions than two."
+    )
+    return Chart("clusters", "The noisy updates of round 1", caption, figure, data, marks)
+
+
+def assignment_ribbon(run: Run) -> Chart | None:
+    """Which model served whom in which round: a row for each client, by group."""
+    table = run.assignment()
+    if table.empty or table.isna().all().all() or not 1 < table.max().max() + 1 <= MOST_MODELS:
+        return None
+    group = run.clients["group"].to_numpy()
+    names = list(dict.fromkeys(group))
+    order = np.argsort([names.index(name) for name in group], kind="stable")
+    values, rounds = table.to_numpy()[:, order].T, table.index.to_numpy()
+    models = int(np.nanmax(values)) + 1
+    with styled():
+        figure, axes = new_axes(4.1)
+        axes.grid(visible=False)
+        edges = np.append(rounds - 0.5, rounds[-1] + 0.5)
+        colours = ListedColormap([COLOURS[m % len(COLOURS)] for m in range(models)])
+        axes.pcolormesh(
+            edges, np.arange(len(order) + 1), values, cmap=colours, vmin=-0.5, vmax=models - 0.5, rasterized=True
+        )
+        bounds = np.flatnonzero(group[order][1:] != group[order][:-1]) + 1
+        for bound in bounds:
+            axes.axhline(bound, color="white", linewidth=1.6)
+        starts = np.append(0, bounds)
+        if len(names) <= MOST_MODELS:
+            axes.set_yticks((starts + np.append(bounds, len(order))) / 2, [shortened(n, 14) for n in group[order][starts]])
+        axes.invert_yaxis()
+        axes.set_xlabel("round")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylabel("clients, by group")
+        legend_below(figure, [(Patch(color=colours(m)), f"model {m}") for m in range(models)])
+    segments = _segments(values, rounds, order, run)
+    marks = [
+        (axes, (row["from_round"] + row["to_round"]) / 2, row["line"] + 0.5,
+         f"{row['client']} ({row['group']}): model {row['model']}, rounds {row['from_round']} to {row['to_round']}")
+        for row in segments[:MOST_SEGMENTS]
+    ]  # fmt: skip
+    data = pd.DataFrame(segments).drop(columns="line")
+    caption = f"{len(order):,} clients, one line each; the colour says which of {models} models serves it."
+    return Chart("assignment", "Who is served by which model", caption, figure, data, marks)
+
+
+def cluster_confusion(run: Run) -> Chart | None:
+    """How many clients of each group ended in each cluster."""
+    label = final_clusters(run)
+    if label is None:
+        return None
+    table = pd.crosstab(run.clients["group"].to_numpy(), label)
+    table = table.loc[list(dict.fromkeys(run.clients["group"]))]
+    if max(table.shape) > LARGEST_TABLE:
+        return None
+    with styled():
+        figure, axes = new_axes(max(2.6, 1.1 + 0.42 * len(table)))
+        axes.grid(visible=False)
+        axes.imshow(table.to_numpy(), cmap="Blues", vmin=0, vmax=table.to_numpy().max() * 2, aspect="auto")
+        for (row, column), count in np.ndenumerate(table.to_numpy()):
+            axes.text(column, row, str(count) if count else "", ha="center", va="center", fontsize=11)
+        axes.set_xticks(range(table.shape[1]), [f"cluster {c}" if table.shape[1] < 7 else str(c) for c in table.columns])
+        axes.set_yticks(range(table.shape[0]), [shortened(str(name), 16) for name in table.index])
+        axes.set_ylabel("group of the data")
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+    marks = [
+        (axes, float(column), float(row), f"{count} clients of {table.index[row]} in cluster {table.columns[column]}")
+        for (row, column), count in np.ndenumerate(table.to_numpy())
+        if count
+    ]
+    data = table.reset_index(names="group").rename(columns=str)
+    caption = f"{len(label):,} clients: true groups down, clusters found across. The truth is used for this figure only."
+    return Chart("confusion", "Clusters against the truth", caption, figure, data, marks)
+
+
+def _within(points: np.ndarray, label: np.ndarray) -> np.ndarray:
+    """The pooled covariance (2, 2) of points around the mean of their cluster."""
+    centred = np.concatenate([points[label == c] - points[label == c].mean(axis=0) for c in np.unique(label)])
+    return np.asarray(centred.T @ centred) / max(1, len(points) - len(np.unique(label)))
+
+
+def _ellipse(points: np.ndarray, pooled: np.ndarray, colour: str) -> Ellipse:
+    """Two standard deviations around the mean; a few points do not tell their own shape, and take that of all."""
+    values, vectors = np.linalg.eigh(np.cov(points.T) if len(points) >= 5 else pooled)
+    width, height = 4 * np.sqrt(np.maximum(values, 1e-30))
+    angle = float(np.degrees(np.arctan2(vectors[1, 0], vectors[0, 0])))
+    middle = tuple(points.mean(axis=0))
+    return Ellipse(middle, width, height, angle=angle, facecolor=colour, alpha=0.14, edgecolor=colour, linewidth=1.2)
+
+
+def _segments(values: np.ndarray, rounds: np.ndarray, order: np.ndarray, run: Run) -> list[dict[str, Any]]:
+    """Runs of rounds in which a client kept its model; values (clients in order, rounds)."""
+    found = []
+    for line, (client, row) in enumerate(zip(order.tolist(), values, strict=True)):
+        starts = np.flatnonzero(np.append(True, row[1:] != row[:-1]))
+        for start, end in zip(starts, np.append(starts[1:], len(row)) - 1, strict=True):
+            if not np.isnan(row[start]):
+                found.append(
+                    {
+                        "client": run.clients["name"].iloc[client], "group": run.clients["group"].iloc[client],
+                        "from_round": int(rounds[start]), "to_round": int(rounds[end]), "model": int(row[start]),
+                        "line": line,
+                    }
+                )  # fmt: skip
+    return found
