@@ -18,6 +18,7 @@ from fairveil.data.federation import Federation
 from fairveil.engine.blocks import best_block
 from fairveil.engine.local import LocalEngine
 from fairveil.errors import PrivacyError, RunFault, UserError
+from fairveil.evaluation import cost_scores, save_confusion, scores_of
 from fairveil.metrics import Summary
 from fairveil.plan import Plan, make_plan, materials
 from fairveil.preparation import feature_statistics
@@ -31,7 +32,6 @@ from fairveil.serving import (
     clusters_of,
     save_clusters,
     save_models,
-    scores_of,
     served_models,
     summaries,
 )
@@ -246,8 +246,12 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> object:
             check_finite(state, number)
             average = averaged(plan, number, state, average)
             evaluated = number % config.metrics.every == 0 or number == algorithm.rounds
+            served = served_models(plan, state, average)
             if evaluated:
-                scores += scores_of(plan, engine, number, served_models(plan, state, average), personal)
+                scores += scores_of(plan, engine, number, served, personal)
+            if number == algorithm.rounds:
+                scores += cost_scores(plan, engine, number, served, personal, federation, scales)
+                save_confusion(plan, engine, store, served, personal)
             store.finish_round(number, time.perf_counter() - started, scores, state, personal, average)
             if evaluated:
                 save_clusters(plan, store, state)

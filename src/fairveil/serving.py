@@ -1,11 +1,8 @@
-"""What serves the clients: which models, how well, in which clusters, and the file that holds them."""
+"""What serves the clients: which models, in which clusters, how well in figures, and the file that holds them."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -13,13 +10,11 @@ import torch
 from safetensors.torch import save
 
 from fairveil.clustering import adjusted_rand
-from fairveil.engine.local import LocalEngine
 from fairveil.errors import UserError
 from fairveil.metrics import Summary, summarise
 from fairveil.plan import Plan
-from fairveil.session import Call, Job, Pick
-from fairveil.store import Score, Store
-from fairveil.tasks import evaluate
+from fairveil.session import Pick
+from fairveil.store import Store
 
 Served = Pick | Literal["personal"]
 
@@ -43,39 +38,6 @@ def averaged(plan: Plan, number: int, state: object, average: torch.Tensor | Non
             "algorithm.average_last = 1",
         )
     return served.rows if average is None else average + (served.rows - average) / (number - (rounds - last))
-
-
-def scores_of(
-    plan: Plan, engine: LocalEngine, number: int, served: Served,
-    personal: Mapping[int, Mapping[str, torch.Tensor]],
-) -> list[Score]:  # fmt: skip
-    """Score the served models on the clients' test records. The numbers go to the metrics table only."""
-    rows = served.index.tolist() if isinstance(served, Pick) else None
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)  # clients whose scores are one and the same
-    for client, group in enumerate(plan.federation.group.tolist()):
-        alike[(rows[client], group) if rows and plan.federation.common_tests else (client,)].append(client)
-    by_first = {clients[0]: clients for clients in alike.values()}
-    calls = [
-        Call(
-            client,
-            {"model": served[client]} if isinstance(served, Pick) else {},
-            personal=personal.get(client, {}),
-        )
-        for client in by_first
-    ]
-    scores = []
-    for first, reply in engine.run(Job(evaluate, f"round {number}, evaluation", {}, calls)):
-        cluster = rows[first] if rows else None
-        values = dict(reply.diagnostics)
-        n = int(values.pop("n"))  # 0: this client has nothing to be tested on, and gets no score
-        if not all(math.isfinite(value) for value in values.values()):
-            raise _diverged(number, f"the loss of client {first}")
-        scores += [
-            Score(number, client, "test", "served", metric, value, cluster, n)
-            for client in by_first[first]
-            for metric, value in values.items()
-        ]
-    return scores
 
 
 def summaries(plan: Plan, store: Store) -> tuple[dict[str, Summary], Summary]:
@@ -139,10 +101,11 @@ def save_models(plan: Plan, store: Store, served: Served, scales: tuple[np.ndarr
 def check_finite(state: Any, number: int) -> None:
     for name, value in vars(state).items():
         if isinstance(value, torch.Tensor) and not torch.isfinite(value).all():
-            raise _diverged(number, name)
+            raise diverged(number, name)
 
 
-def _diverged(number: int, what: str) -> UserError:
+def diverged(number: int, what: str) -> UserError:
+    """The error of a run that cannot go on."""
     return UserError(
         f"round {number}: {what} is no longer finite.",
         "The training has diverged; the rounds before this one are saved.",

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,8 +104,8 @@ def confuse(members: Sequence[Member]) -> list[Reply]:
         if len(records.y):
             predicted = _tested(member.model, weights, records)[0].argmax(dim=1).tolist()
             pairs = list(zip(records.y.tolist(), predicted, strict=True))
-            for name, values in {"": [0] * len(pairs), **member.data.attributes}.items():
-                counts.update(f"{name}/{v}/{a}/{p}" for v, (a, p) in zip(values, pairs, strict=True))
+            for name, values in {"": np.zeros(len(pairs), int), **member.data.attributes}.items():
+                counts.update(f"{name}/{v}/{a}/{p}" for v, (a, p) in zip(values.tolist(), pairs, strict=True))
         replies.append(Reply(Kept(), diagnostics={key: float(n) for key, n in counts.items()}))
     return replies
 

@@ -38,7 +38,7 @@ CHARGES = Archive(
 )
 
 
-AGES = (45, 55, 65)  # years at which one age band ends and the next begins
+AGES = {0: "below 45", 45: "45 to 54", 55: "55 to 64", 65: "65 and above"}  # from which age on
 
 
 class HeartDisease(Stored):
@@ -90,7 +90,7 @@ class HeartDisease(Stored):
             public=prepared.public,
             attributes={
                 "sex": ((table["sex"].to_numpy() > 0).astype(np.int64), ("female", "male")),
-                "age": (np.digitize(table["age"].to_numpy(), AGES), ("below 45", "45 to 54", "55 to 64", "65 and above")),
+                "age": (np.digitize(table["age"].to_numpy(), list(AGES)) - 1, tuple(AGES.values())),
             },
         )  # fmt: skip
 

@@ -100,7 +100,7 @@ class Statement:
         values = {f.name: plain[f.name] for f in fields(cls)}
         for key in ("epsilon", "epsilon_without_leaks", "epsilon_spent"):
             values[key] = None if values[key] is None else float(values[key])  # float("infinity") is infinite
-        kinds = [
+        kinds: list[dict[str, Any]] = [
             {k: tuple(v) if isinstance(v, list) else v for k, v in release.items()} for release in values["releases"]
         ]
         values |= {"releases": tuple(ReleaseKind(**kind) for kind in kinds), "leaks": tuple(values["leaks"])}

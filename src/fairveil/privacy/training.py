@@ -186,7 +186,6 @@ class _Runner:
             diagnostics["signal_to_noise"] = self._signal_to_noise(update)
         return Release({"update": update}, self.mechanism, self.client.key, MINT), diagnostics
 
-
     def _signal_to_noise(self, update: Tensor) -> float:
         """The norm of what is not noise in the update over that of the noise, estimated from the update alone.
 

@@ -28,7 +28,7 @@ GREY = "#9a9a9a"
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)))
 SHAPES = "osD^vPX"
 SIZE = (5.55, 3.5)  # inches: 400 points wide, so that a text of 10 is still one of 9 on a phone
-STYLE = {
+STYLE: Any = {
     "text.parse_math": False,
     "svg.fonttype": "none",  # texts stay texts: small, and found by a search
     "font.family": "sans-serif",
@@ -79,7 +79,9 @@ class Chart:
         text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, count=1, flags=re.DOTALL)  # the page has it
         # ids are names for the whole page: those of this picture get its name
         text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{self.key}-", text)
-        return re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img" class="picture">', text, count=1)
+        return re.sub(
+            r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img" class="picture">', text, count=1
+        )
 
     def places(self) -> list[tuple[float, float, str]]:
         """Where the marks are, as shares of width and height from the top left, and their texts."""

@@ -55,7 +55,8 @@ def cluster_plane(run: Run) -> Chart | None:
             axes.add_patch(_ellipse(plane[inside], pooled, colour))
             for number, name in enumerate(names):
                 dots = plane[inside & (group == name)]
-                axes.scatter(*dots.T, s=34 if len(plane) <= 100 else 12, marker=shape_of(number), color=colour, alpha=0.9)
+                size = 34 if len(plane) <= 100 else 12
+                axes.scatter(dots[:, 0], dots[:, 1], size, colour, marker=shape_of(number), alpha=0.9)
         axes.set_xlabel("first principal direction of the updates")
         axes.set_ylabel("second")
         axes.margins(0.12)
@@ -78,7 +79,7 @@ def cluster_plane(run: Run) -> Chart | None:
     ]
     caption = (
         "What the server sees in round 1: every client's update with its noise, on the two directions in which they "
-        "differ most. Ellipses hold two standard deviations of a cluster. The mixture looks at more directions than two."
+        "differ most. Ellipses: two standard deviations of a cluster. The mixture looks at more than two directions."
     )
     return Chart("clusters", "The noisy updates of round 1", caption, figure, data, marks)
 
@@ -96,17 +97,18 @@ def assignment_ribbon(run: Run) -> Chart | None:
     with styled():
         figure, axes = new_axes(4.1)
         axes.grid(visible=False)
-        edges = np.append(rounds - 0.5, rounds[-1] + 0.5)
+        edges = np.append(0.5, rounds + 0.5)  # what was seen in a round holds since the one before
         colours = ListedColormap([COLOURS[m % len(COLOURS)] for m in range(models)])
         axes.pcolormesh(
             edges, np.arange(len(order) + 1), values, cmap=colours, vmin=-0.5, vmax=models - 0.5, rasterized=True
         )
         bounds = np.flatnonzero(group[order][1:] != group[order][:-1]) + 1
-        for bound in bounds:
+        for bound in bounds.tolist():
             axes.axhline(bound, color="white", linewidth=1.6)
         starts = np.append(0, bounds)
         if len(names) <= MOST_MODELS:
-            axes.set_yticks((starts + np.append(bounds, len(order))) / 2, [shortened(n, 14) for n in group[order][starts]])
+            middles = (starts + np.append(bounds, len(order))) / 2
+            axes.set_yticks(middles, [shortened(name, 14) for name in group[order][starts]])
         axes.invert_yaxis()
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -138,7 +140,9 @@ def cluster_confusion(run: Run) -> Chart | None:
         axes.imshow(table.to_numpy(), cmap="Blues", vmin=0, vmax=table.to_numpy().max() * 2, aspect="auto")
         for (row, column), count in np.ndenumerate(table.to_numpy()):
             axes.text(column, row, str(count) if count else "", ha="center", va="center", fontsize=11)
-        axes.set_xticks(range(table.shape[1]), [f"cluster {c}" if table.shape[1] < 7 else str(c) for c in table.columns])
+        axes.set_xticks(
+            range(table.shape[1]), [f"cluster {c}" if table.shape[1] < 7 else str(c) for c in table.columns]
+        )
         axes.set_yticks(range(table.shape[0]), [shortened(str(name), 16) for name in table.index])
         axes.set_ylabel("group of the data")
         for spine in axes.spines.values():
@@ -149,7 +153,9 @@ def cluster_confusion(run: Run) -> Chart | None:
         if count
     ]
     data = table.reset_index(names="group").rename(columns=str)
-    caption = f"{len(label):,} clients: true groups down, clusters found across. The truth is used for this figure only."
+    caption = (
+        f"{len(label):,} clients: true groups down, clusters found across. The truth is used for this figure only."
+    )
     return Chart("confusion", "Clusters against the truth", caption, figure, data, marks)
 
 

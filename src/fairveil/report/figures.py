@@ -73,9 +73,10 @@ def client_dots(run: Run) -> Chart | None:
         figure, axes = new_axes()
         entries: list[tuple[Artist, str]] = []
         for number, (group, part) in enumerate(table.groupby("group", sort=False)):
-            style = {"color": COLOURS[number % len(COLOURS)], "marker": shape_of(number)}
-            size = 26 if len(table) <= 60 else 10
-            dots = axes.scatter(part.index + 1, part[metric], s=size, linewidths=0, alpha=0.85, **style)
+            colour, size = COLOURS[number % len(COLOURS)], 26 if len(table) <= 60 else 10
+            dots = axes.scatter(
+                part.index + 1, part[metric], size, colour, marker=shape_of(number), linewidths=0, alpha=0.85
+            )
             if number < MOST_LINES:
                 entries.append((dots, str(group)))
         mean = float(table[metric].mean())
@@ -169,7 +170,7 @@ def _by_round(
                 told = " (worst)" if name == worst_first[0] and len(names) > 1 and model == "served" else ""
                 entries.append((line, name + told))
                 marks += [
-                    (axes, float(at), float(value), f"{name}, round {at}: {in_words(value, metric)}{_span(a, b, metric)}")
+                    (axes, float(at), float(value), f"{name}, round {at}: {_with_span(value, a, b, metric)}")
                     for at, value, a, b in zip(mean.index, mean, low, high, strict=True)
                 ]
             frame = {"group": name, "round": mean.index, "mean": mean, "low": low, "high": high}
@@ -197,8 +198,9 @@ def _metric_axis(axes: Axes, metric: str) -> None:
         axes.set_ylim(max(-0.01, min(low, middle - 0.06)), min(1.01, max(high, middle + 0.06)))
 
 
-def _span(low: float, high: float, metric: str) -> str:
-    return f" ({in_words(low, metric)} to {in_words(high, metric)})" if high > low else ""
+def _with_span(value: float, low: float, high: float, metric: str) -> str:
+    span = f" ({in_words(low, metric)} to {in_words(high, metric)})" if high > low else ""
+    return in_words(value, metric) + span
 
 
 def _last_scores(run: Run) -> pd.DataFrame | None:

@@ -1,0 +1,159 @@
+"""How well the clients are served: scores on test records, what was taken for what, and what privacy has cost.
+
+The numbers go to the metrics table only, and no algorithm can read them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fairveil.cache import kept
+from fairveil.data.federation import Federation, Records
+from fairveil.engine.local import LocalEngine
+from fairveil.models import Model
+from fairveil.plan import Plan
+from fairveil.privacy.release import Plain
+from fairveil.serving import Served, diverged
+from fairveil.session import Call, Job, Pick, Task
+from fairveil.store import Score, Store, of_records
+from fairveil.streams import Stream
+from fairveil.tasks import confuse, evaluate
+
+Personal = Mapping[int, Mapping[str, Tensor]]
+Scales = tuple[np.ndarray, np.ndarray] | None
+
+# the recipe of a reference model: Adam, and enough steps to come near the end whatever the number of records
+EPOCHS, LEAST_STEPS, BATCH, RATE = 20, 1000, 64, 1e-3
+
+
+def scores_of(plan: Plan, engine: LocalEngine, number: int, served: Served, personal: Personal) -> list[Score]:
+    """Score the served models on the clients' test records, and by the attribute that the run is judged by."""
+    groups = plan.config.fairness.groups
+    by = "" if groups == "cluster" else groups
+    scores = []
+    shared: dict[str, Plain] = {"by": by} if by else {}
+    for clients, row, values in _asked(plan, engine, evaluate, f"round {number}, evaluation", served, personal, shared):
+        if not all(math.isfinite(value) for value in values.values()):
+            raise diverged(number, f"the loss of client {clients[0]}")
+        for key, value in values.items():
+            metric, _, of = key.partition("@")
+            n = int(values[f"n@{of}" if of else "n"])  # 0: nothing to be tested on, and no score
+            split = of_records(by, plan.federation.attributes[by][int(of)]) if of else "test"
+            if metric != "n":
+                scores += [Score(number, c, split, "served", metric, value, row, n) for c in clients]
+    return scores
+
+
+def save_confusion(plan: Plan, engine: LocalEngine, store: Store, served: Served, personal: Personal) -> None:
+    """Count what the served models take for what, in all and by every attribute of the records.
+
+    Where clients share their test records and their model, one of them stands for all.
+    """
+    if not plan.facts.classes:
+        return
+    rows = []
+    for clients, _, counts in _asked(plan, engine, confuse, "the end, confusion", served, personal, {}):
+        for key, n in counts.items():
+            attribute, value, actual, predicted = key.rsplit("/", 3)
+            name = plan.federation.attributes[attribute][int(value)] if attribute else ""
+            rows.append((clients[0], attribute, name, int(actual), int(predicted), int(n)))
+    store.save_confusion(rows)
+
+
+def cost_scores(
+    plan: Plan, engine: LocalEngine, number: int, served: Served, personal: Personal, federation: Federation,
+    scales: Scales,
+) -> list[Score]:  # fmt: skip
+    """What the cost of privacy is measured by, if the config asks for it: reference models, on test and training
+    records, and the served ones on training records too."""
+    if plan.config.fairness.reference is None:
+        return []
+    main = "accuracy" if plan.facts.classes else "rmse"
+    group = plan.facts.group
+    scores = []
+    for clients, row, values in _asked(plan, engine, evaluate, "the end, training", served, personal, TRAINING):
+        n = int(values["n"])
+        for metric in (main, "loss"):
+            scores += [Score(number, c, "train", "served", metric, values[metric], row, n) for c in clients]
+
+    def compute() -> list[float]:
+        models = torch.stack([reference_model(plan.model, federation, g) for g in range(len(federation.groups))])
+        return _reference_scores(plan, engine, Pick(models, group), main)
+
+    # numbers, and not the models: those would be unprotected copies of the records
+    scaled = None if scales is None else [scale.tolist() for scale in scales]
+    of = (federation.fingerprint, repr(plan.config.model_spec(federation)), plan.code, scaled)
+    found = kept(("reference/1", version("torch"), EPOCHS, LEAST_STEPS, BATCH, RATE, *of), compute)
+    for client, six in enumerate(np.reshape(found, (-1, 6)).tolist()):
+        for split, (first, loss, n) in (("test", six[:3]), ("train", six[3:])):
+            for metric, value in ((main, first), ("loss", loss)) if n else ():
+                scores.append(Score(number, client, split, "reference", metric, value, int(group[client]), int(n)))
+    return scores
+
+
+TRAINING: Mapping[str, Plain] = {"split": "train"}
+
+
+def _reference_scores(plan: Plan, engine: LocalEngine, models: Pick, main: str) -> list[float]:
+    """By client: main metric, loss and number of test records, and the same of training records."""
+    table = np.zeros((len(models.index), 6))
+    for place, shared in ((0, {}), (3, TRAINING)):
+        for clients, _, values in _asked(plan, engine, evaluate, "the end, reference", models, {}, shared):
+            if values["n"]:
+                table[clients, place : place + 3] = values[main], values["loss"], values["n"]
+    return [float(value) for value in table.ravel()]
+
+
+def reference_model(model: Model, federation: Federation, group: int) -> Tensor:
+    """A model (p,) of all training records of a group, without any privacy: for evaluation only.
+
+    It estimates how well the group could be served at best. One thread: the same numbers on any machine.
+    """
+    members = np.flatnonzero(federation.group == group).tolist()
+    weights = model.initial(Stream("reference", group)).requires_grad_()
+    if not members:
+        return weights.detach()
+    parts = [federation.load(client).train for client in members]
+    records = Records(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
+    optimiser, shuffle = torch.optim.Adam([weights], RATE), Stream("reference batches", group).numpy
+    threads, left = torch.get_num_threads(), max(LEAST_STEPS, EPOCHS * math.ceil(len(records) / BATCH))
+    torch.set_num_threads(1)
+    try:
+        while left > 0:
+            for rows in torch.from_numpy(shuffle.permutation(len(records))).split(BATCH)[:left]:
+                optimiser.zero_grad()
+                model.losses(model.unflatten(weights), records.x[rows], records.y[rows]).mean().backward()
+                optimiser.step()
+                left -= 1
+    finally:
+        torch.set_num_threads(threads)
+    return weights.detach()
+
+
+def _asked(
+    plan: Plan, engine: LocalEngine, task: Task, request: str, served: Served, personal: Personal,
+    shared: Mapping[str, Plain],
+) -> Iterator[tuple[list[int], int | None, dict[str, float]]]:  # fmt: skip
+    """What a task tells of the clients under their models: who they are, the row that serves them, the diagnostics.
+
+    Clients that share their test records and their model are asked once.
+    """
+    rows = served.index.tolist() if isinstance(served, Pick) else None
+    common = plan.federation.common_tests and shared.get("split") != "train"
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for client, group in enumerate(plan.federation.group.tolist()):
+        alike[(rows[client], group) if rows and common else (client,)].append(client)
+    by_first = {clients[0]: clients for clients in alike.values()}
+    calls = [
+        Call(c, {"model": served[c]} if isinstance(served, Pick) else {}, personal=personal.get(c, {}))
+        for c in by_first
+    ]
+    for first, reply in engine.run(Job(task, request, shared, calls)):
+        yield by_first[first], rows[first] if rows else None, dict(reply.diagnostics)
