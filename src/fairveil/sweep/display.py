@@ -15,7 +15,8 @@ from rich.text import Text
 
 from fairveil.options import shown
 from fairveil.sweep.config import Cell, Sweep
-from fairveil.sweep.runner import CellState, SweepResult
+from fairveil.sweep.runner import CellState
+from fairveil.sweep.summary import SweepResult
 
 SIGNS = {"waiting": "·", "running": "▸", "finished": "✓", "kept": "✓", "failed": "✗"}
 STYLES = {"waiting": "dim", "running": "cyan", "finished": "green", "kept": "green", "failed": "bold red"}

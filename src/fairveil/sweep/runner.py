@@ -16,7 +16,6 @@ from typing import Any, Literal, TextIO
 
 import pandas as pd
 
-from fairveil.comparison import compare, over_seeds
 from fairveil.engine.local import usable_cores
 from fairveil.errors import RunFault, UserError
 from fairveil.provenance import published
@@ -24,17 +23,9 @@ from fairveil.run import Interrupted
 from fairveil.store import disk_faults, hold, write_whole
 from fairveil.sweep.cell import OUTPUT, PATIENCE, CellProcess, Failure
 from fairveil.sweep.config import Cell, Sweep
-from fairveil.sweep.results import (
-    Composed,
-    main_metric,
-    make_table,
-    plain_rows,
-    read_result,
-    worst_group,
-    write_table,
-)
+from fairveil.sweep.results import make_table, read_result, worst_group, write_table
+from fairveil.sweep.summary import SweepResult, cell_folders, summarise_sweep
 
-MEASURES = ("mean", "worst_group", "worst_10_percent")  # of the main metric, which variants are compared by
 WRITING = 0.05  # of the time of a sweep may go into writing its table
 
 
@@ -50,48 +41,6 @@ class CellState:
 
 
 Progress = Callable[[Cell, CellState], None]
-
-
-@dataclass(frozen=True)
-class CellFailure:
-    """A run that failed, and where all that is known of it is written."""
-
-    cell: str
-    error: str
-    log: Path
-
-
-@dataclass(frozen=True)
-class SweepResult:
-    """A sweep whose runs are all finished or failed."""
-
-    folder: Path
-    table: pd.DataFrame  # one row for each run
-    means: pd.DataFrame  # over seeds, for each setting
-    comparison: pd.DataFrame  # with the baseline, over the seeds that both have finished; empty without one
-    metrics: tuple[str, ...]  # which the means and the comparison are of; several if datasets differ in kind
-    failures: tuple[CellFailure, ...]
-    skipped: int  # runs that were finished before
-    composed: Composed
-    others: int  # runs begun in the folder that are not among the finished ones
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; an infinite epsilon is the string "infinity"."""
-        finished = int((self.table["status"] == "finished").sum())
-        return {
-            "folder": str(self.folder),
-            "cells": {
-                "total": len(self.table),
-                "finished": finished,
-                "failed": len(self.failures),
-                "skipped": self.skipped,
-            },
-            "rows": plain_rows(self.table),
-            "means": plain_rows(self.means),
-            "comparison": plain_rows(self.comparison),
-            "failures": [vars(failure) | {"log": str(failure.log)} for failure in self.failures],
-            "composed": self.composed.to_json(),
-        }
 
 
 def run_sweep(sweep: Sweep, folder: Path, jobs: int | None = None, progress: Progress | None = None) -> SweepResult:
@@ -115,12 +64,7 @@ def run_sweep(sweep: Sweep, folder: Path, jobs: int | None = None, progress: Pro
 class _Runner:
     def __init__(self, sweep: Sweep, folder: Path, log: TextIO, tell: Progress) -> None:
         self.sweep, self.folder, self.log, self.tell = sweep, folder, log, tell
-        begun = {path.name[-8:]: path for path in (folder / "cells").iterdir()}  # under whatever label
-        self.folders = {
-            cell: begun.get(cell.digest[:8], folder / "cells" / f"{cell.label}-{cell.digest[:8]}")
-            for cell in sweep.cells
-        }
-        self.others = set(begun.values()) - set(self.folders.values())  # of an earlier config of the sweep
+        self.folders = cell_folders(sweep, folder)
         self.results: dict[Cell, dict[str, Any]] = {}
         self.failures: dict[Cell, Failure] = {}
         self.dirty, self.next_write = True, 0.0
@@ -265,29 +209,9 @@ class _Runner:
         self.dirty, self.next_write = False, ended + (ended - started) / WRITING
 
     def _summary(self, kept: int) -> SweepResult:
-        table, keys, config = self._table(), self.sweep.keys, self.sweep.config
-        finished = [self.results[cell] for cell in self.sweep.cells if cell in self.results]
-        metrics = tuple(dict.fromkeys(map(main_metric, finished)))
-        names = [(metric, f"{metric}_{figure}") for metric in metrics for figure in MEASURES]
-        measures = {name: metric == "accuracy" for metric, name in names if name in table}
-        comparison = compare(table, keys, config.baseline or "", measures if config.baseline else {})
-        failures = [
-            CellFailure(str(cell), failure.head, self.folders[cell] / "failure.txt")
-            for cell, failure in self.failures.items()
-        ]
-        unfinished = {folder for cell, folder in self.folders.items() if cell not in self.results}
-        result = SweepResult(
-            folder=self.folder,
-            table=table,
-            means=over_seeds(table, keys, list(measures)),
-            comparison=comparison,
-            metrics=metrics,
-            failures=tuple(failures),
-            skipped=kept,
-            composed=Composed.of(self.results),
-            others=sum((folder / "statement.json").exists() for folder in self.others | unfinished),
-        )
-        write_table(comparison, self.folder / "comparison.csv")
+        errors = {cell: failure.head for cell, failure in self.failures.items()}
+        result = summarise_sweep(self.sweep, self.folder, self.folders, self.results, errors, kept)
+        write_table(result.comparison, self.folder / "comparison.csv")
         summary = result.to_json()
         del summary["rows"]  # they are the results
         write_whole(self.folder / "sweep.json", json.dumps(summary, indent=2).encode())

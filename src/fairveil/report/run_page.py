@@ -1,0 +1,203 @@
+"""The page of a run: verdict, fairness, privacy, clusters, training, and how to have it again."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fairveil.intervals import gap_of, mean_of
+from fairveil.privacy.statement import Statement, rounded_up
+from fairveil.reading import Run
+from fairveil.report.budget import Spending, budget_by_round, spending
+from fairveil.report.chart import Chart, in_words
+from fairveil.report.clusters import assignment_ribbon, cluster_confusion, cluster_plane, recovery
+from fairveil.report.figures import client_dots, client_histogram, clipped_by_round, scores_by_round, signal_by_round
+from fairveil.report.page import Card, Page, Section, Table, Text, words
+from fairveil.report.tables import (
+    Judged,
+    attribute_tables,
+    client_table,
+    cost_tables,
+    figure_table,
+    group_table,
+    in_range,
+)
+
+
+def run_page(run: Run) -> Page:
+    """All there is to see of a run, finished or not."""
+    statement, spent = Statement.from_json(run.statement), spending(run)
+    judged = Judged.of(run)
+    rounds = int(run.config["algorithm"]["rounds"])
+    sections = [
+        Section("verdict", "Verdict", _verdict(run, statement, spent, judged), intro=_guarantee(statement)),
+        Section("fairness", "Who is served how well", _fairness(run, judged)),
+        Section("clusters", "Clusters", _clusters(run)),
+        Section("privacy", "Privacy", _privacy(run, statement, spent), intro=PRIVACY),
+        Section(
+            "training", "Signal and noise", charts(lambda: clipped_by_round([run]), lambda: signal_by_round([run]))
+        ),
+        Section("reproduce", "How to have it again", reproduce(run)),
+    ]
+    about = (
+        f"{run.algorithm} on {run.facts.get('dataset', run.config['data']['dataset'])}, {len(run.clients):,} clients"
+    )
+    return Page(run.name, f"{about}, {rounds} rounds, seed {run.config['seed']}", sections, state_of(run))
+
+
+PRIVACY = (
+    "What was promised before the first round, what was sent, and what it cost. The statement is derived from the plan "
+    "and the ledger; prices in this section were computed anew from the run folder."
+)
+
+
+def state_of(run: Run) -> str:
+    """How far a run is, for who watches it; empty when it is finished."""
+    if run.result is not None:
+        return ""
+    done, rounds = len(run.rounds), int(run.config["algorithm"]["rounds"])
+    if run.running:
+        return f"Running: {done} of {rounds} rounds are done."
+    return f"Not finished: {done} of {rounds} rounds are done. Go on with: fairveil run {run.folder} --resume"
+
+
+def _guarantee(statement: Statement) -> str:
+    sentence = statement.lines()[0][1]
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _verdict(run: Run, statement: Statement, spent: Spending, judged: Judged | None) -> list[Card]:
+    used = statement.epsilon_spent if spent.posted is None else spent.posted.epsilon
+    protects = {"record": "one record", "client": "one client"}[statement.unit]
+    infinite = math.isinf(statement.epsilon)
+    noted = "something is sent without noise" if infinite else f"{statement.accountant.upper()} accountant"
+    rounds = run.config["algorithm"]["rounds"]
+    cards = [
+        Card(
+            "Guarantee", "none" if infinite else f"ε = {rounded_up(statement.epsilon)}",
+            f"δ = {statement.delta:g}, for {protects} ({statement.adjacency}); {noted}", warn=infinite,
+        ),
+        Card(
+            "Budget spent",
+            "unbounded" if infinite else f"{rounded_up(used or 0.0)} of {rounded_up(statement.epsilon)}",
+            "all rounds are done" if run.result else f"after {len(run.rounds)} of {rounds} rounds", warn=infinite,
+        ),
+    ]  # fmt: skip
+    if judged is None:
+        return [*cards, Card("Scores", "none yet", "the first evaluated round is still to come")]
+    metric, summary = judged.metric, judged.summary
+    mean, gap = judged.interval(mean_of), judged.interval(gap_of)
+    by_group = run.by_group(metric).iloc[-1]
+    worst = str(by_group.idxmin() if judged.better else by_group.idxmax())
+    spread = float(by_group.max() - by_group.min())
+    cards.append(Card(f"Mean {metric}", in_words(summary.mean, metric), in_range(mean, metric)))
+    if run.attribute is None:
+        worst_note, gap_note = in_range(judged.interval(judged.worst), metric), in_range(gap, metric)
+    else:
+        worst_note = gap_note = f"over records by {run.attribute}; intervals are in the table below"
+    cards.append(Card("Worst group", f"{in_words(by_group[worst], metric)}: {worst}", worst_note))
+    cards.append(
+        Card("Gap between groups", _points(spread, metric), gap_note, warn=metric == "accuracy" and spread > 0.1)
+    )
+    return cards
+
+
+def _points(value: float, metric: str) -> str:
+    return f"{100 * value:.1f} points" if metric == "accuracy" else f"{value:.4g}"
+
+
+def charts(*makers: Callable[[], Chart | None]) -> list[Chart]:
+    return [chart for make in makers if (chart := make()) is not None]
+
+
+def _fairness(run: Run, judged: Judged | None) -> list[Any]:
+    if judged is None:
+        return []
+    figures = charts(lambda: scores_by_round([run]), lambda: client_dots(run), lambda: client_histogram(run))
+    tables = [group_table(judged), figure_table(judged), *attribute_tables(run), *cost_tables(run, judged)]
+    return [*figures, *tables, client_table(run, judged)]
+
+
+def _clusters(run: Run) -> list[Any]:
+    figures = charts(lambda: cluster_plane(run), lambda: assignment_ribbon(run), lambda: cluster_confusion(run))
+    found = recovery(run)
+    if found is None:
+        return figures
+    alone = f"the smallest group ({found['minority']}) in a cluster of its own"
+    lines = [
+        ("clusters found", f"{found['count']}; the data have {found['groups']} groups"),
+        ("adjusted Rand index against the groups", f"{found['ari']:.3f}"),
+        ("every group in a cluster of its own", "yes" if found["exact"] else "no"),
+        (alone, "yes" if found["minority_alone"] else "no"),
+    ]
+    if found["mss"] is not None:
+        lines += [
+            ("smallest separation of two clusters (MSS)", f"{found['mss']:.2f}"),
+            ("largest overlap of two clusters (MPO)", f"{found['mpo']:.2g}"),
+            ("the first round decides up to round", str(found["switch_round"])),
+            ("iterations of the fit", str(found["iterations"])),
+        ]
+    rows = [[words(name), words(value)] for name, value in lines]
+    return [*figures, Table("recovery", f"n = {len(run.clients):,} clients.", ["", "found"], rows)]
+
+
+def _privacy(run: Run, statement: Statement, spent: Spending) -> list[Any]:
+    blocks: list[Any] = charts(lambda: budget_by_round(run, spent))
+    texts = [Text(f"{text[0].upper()}{text[1:]}.", heading=heading) for heading, text in statement.lines() if text]
+    rows = []
+    for release in statement.releases:
+        posted = release.posted_per_unit
+        rows.append(
+            [
+                words(release.kind), words(_times(release.planned_per_unit)),
+                words("" if posted is None else _times(posted)), words(release.what),
+            ]
+        )  # fmt: skip
+    per = "client" if statement.unit == "record" else "federation"
+    blocks += [Table("releases", f"What is sent, by each {per}.", ["release", "planned", "posted", "each time"], rows)]
+    return [*texts, *blocks, Text(_checked(statement, spent), heading="Checked for this page")]
+
+
+def _times(fewest_most: tuple[int, int]) -> str:
+    fewest, most = fewest_most
+    return f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
+
+
+def _checked(statement: Statement, spent: Spending) -> str:
+    """Whether the price in the statement is that of the ledger."""
+    if spent.planned is None or spent.posted is None:
+        return "The ledger holds mechanisms that are not this library's, so the price could not be computed anew."
+    claimed = statement.epsilon_without_leaks if statement.leaks else statement.epsilon
+    agree = spent.planned.epsilon <= claimed * (1 + 1e-9)
+    verdict = "as stated" if agree else f"MORE THAN STATED ({rounded_up(claimed)})"
+    leaks = f" Without {' and '.join(statement.leaks)}, which have no noise." if statement.leaks else ""
+    return (
+        f"What was planned for the unit that pays most costs epsilon {rounded_up(spent.planned.epsilon)}, {verdict}; "
+        f"what the ledger holds of it costs {rounded_up(spent.posted.epsilon)}.{leaks}"
+    )
+
+
+def reproduce(run: Run) -> list[Text]:
+    """Command, config, versions, hashes."""
+    folder = Path("runs") / run.name
+    command = f"fairveil run {shlex.quote(str(folder / 'config.toml'))}"
+    facts = {"config hash": run.provenance.get("config"), "code": run.provenance.get("code")}
+    facts |= {"commit": run.provenance.get("commit"), "data (published hash)": run.provenance.get("data")}
+    versions = {
+        name: run.provenance[name] for name in ("fairveil", "torch", "numpy", "dp-accounting") if name in run.provenance
+    }
+    settled = run.facts.get("settled") or {}
+    lines = [f"{name}: {value}" for name, value in {**facts, **versions}.items()]
+    lines += [f"settled by the planner: algorithm.{key} = {value}" for key, value in settled.items()]
+    lines += [f"this page: {time.strftime('%Y-%m-%d %H:%M:%S')}"]
+    return [
+        Text(command, plain=True, heading="Command"),
+        Text("\n".join(lines), plain=True, heading="Made from"),
+        Text(tomli_w.dumps(dict(run.config)), plain=True, heading="Config, with every default (config.toml)"),
+    ]

@@ -1,0 +1,204 @@
+"""The tables of the report that say who is served how well, every figure with its n and, where it can be had, an
+interval."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pandas as pd
+
+from fairveil.fairness import Summary, group_differences, group_frame, privacy_cost, summarise
+from fairveil.intervals import Interval, Sample, Statistic, bootstrap, group_of, mean_of, worst_group_of
+from fairveil.reading import Run
+from fairveil.report.chart import in_words
+from fairveil.report.page import Cell, Table, number, words
+
+MOST_ROWS = 500  # of a table of clients; the download has them all
+
+
+class Judged:
+    """The scores of the last evaluated round, with what they are resampled by."""
+
+    def __init__(self, run: Run, values: np.ndarray, tests: np.ndarray, row: np.ndarray) -> None:
+        self.run, self.metric, self.better = run, run.main, run.main == "accuracy"
+        self.scored = ~np.isnan(values)
+        self.values, self.tests = values[self.scored], tests[self.scored]
+        self.names = list(dict.fromkeys(run.clients["group"]))
+        self.group = np.array([self.names.index(name) for name in run.clients["group"]])[self.scored]
+        sizes = np.bincount(self.group, minlength=len(self.names))
+        shared = None
+        if run.facts.get("common_tests"):  # of the same group under the same model: one and the same score
+            _, shared = np.unique(np.stack([self.group, row[self.scored]]), axis=1, return_inverse=True)
+        elif sizes[sizes > 0].max() == 1:  # named sites, and they are all there are
+            shared = np.arange(len(self.values))
+        known = self.better and not np.isnan(self.tests).any()
+        self.sample = Sample(self.values, self.group, self.tests.astype(int) if known else None, shared)
+        own = known and not run.facts.get("common_tests")
+        self.summary: Summary = summarise(
+            self.values, self.group, self.names, higher_is_better=self.better, tests=self.tests if own else None
+        )
+
+    @classmethod
+    def of(cls, run: Run) -> Judged | None:
+        """None before the first evaluation."""
+        values = run.scores(run.main)
+        if values.empty or values.iloc[-1].isna().all():
+            return None
+        row = run.assignment().iloc[-1].fillna(-1).to_numpy()
+        return cls(run, values.iloc[-1].to_numpy(), run.counts(run.main).iloc[-1].to_numpy(), row)
+
+    def interval(self, statistic: Statistic) -> Interval:
+        return bootstrap([self.sample], statistic)
+
+    @property
+    def worst(self) -> Statistic:
+        return partial(worst_group_of, higher_is_better=self.better)
+
+
+def in_range(found: Interval, metric: str) -> str:
+    """An interval in words, with its n."""
+    if math.isnan(found.low):
+        return f"no interval: too few {found.unit} (n = {found.n:,})"
+    return f"95%: {in_words(found.low, metric)} to {in_words(found.high, metric)} (n = {found.n:,} {found.unit})"
+
+
+def group_table(judged: Judged) -> Table:
+    """A row for each group of clients."""
+    rows = []
+    for code, name in enumerate(judged.names):
+        inside = judged.group == code
+        if inside.any():
+            found = judged.interval(group_of(code))
+            values, tests = judged.values[inside], judged.tests[inside]
+            pick = np.min if judged.better else np.max
+            rows.append(
+                [
+                    words(name), number(float(inside.sum()), ",.0f"), number(_distinct(judged, tests), ",.0f"),
+                    _score(found.value, judged, mark="bad" if name == judged.summary.worst_group else ""),
+                    Cell(_low_high(found, judged.metric), found.low if found.low == found.low else math.inf),
+                    _score(float(pick(values)), judged),
+                ]
+            )  # fmt: skip
+    columns = ["group", "clients", "test records", f"mean {judged.metric}", "95% interval", "worst client"]
+    what = {"clients": "clients within each group", "test records": "test records"}[judged.interval(mean_of).unit]
+    return Table("groups", f"By group of clients. Intervals: bootstrap over {what}, 2,000 draws.", columns, rows)
+
+
+def _distinct(judged: Judged, tests: np.ndarray) -> float:
+    """Test records of a group, none counted twice."""
+    return float(tests.max() if judged.run.facts.get("common_tests") else tests.sum())
+
+
+def _low_high(found: Interval, metric: str) -> str:
+    return "" if math.isnan(found.low) else f"{in_words(found.low, metric)} to {in_words(found.high, metric)}"
+
+
+def _score(value: float, judged: Judged, mark: str = "") -> Cell:
+    return Cell(in_words(value, judged.metric), value, mark)
+
+
+def figure_table(judged: Judged) -> Table:
+    """Every figure over clients, each with what it is."""
+    s, n = judged.summary, f"{judged.summary.clients:,} clients"
+    tenth = f"{math.ceil(0.1 * s.clients):,} of {n}"
+    groups = len(s.by_group)
+    figures = [
+        ("mean", s.mean, n), ("worst client", s.worst, n), ("best client", s.best, n),
+        ("worst 10%", s.worst_10_percent, tenth), ("best 10%", s.best_10_percent, tenth),
+        ("largest gap between two clients", s.disparity, n), ("gap between groups", s.gap, f"{groups} groups"),
+        ("standard deviation over clients", s.deviation, n), ("variance x 10,000", 1e4 * s.variance, n),
+        ("variance x 10,000 without what small tests add",
+         None if s.sampling_variance_removed is None else 1e4 * s.sampling_variance_removed, n),
+        ("Jain index (1: all equal)", s.jain, n),
+    ]  # fmt: skip
+    rows = [[words(name), number(value, ",.4f"), words(over)] for name, value, over in figures if value is not None]
+    return Table(
+        "figures", f"{judged.metric.capitalize()} over clients, each counting the same.", ["figure", "value", "n"], rows
+    )
+
+
+def attribute_tables(run: Run) -> list[Table]:
+    """What a user of fairlearn expects: rates by group of clients, and by every attribute of the records."""
+    confusion = run.confusion
+    if confusion.empty:
+        return []
+    classes = int(run.facts.get("classes", 0))
+    positive = run.config.get("fairness", {}).get("positive", 1 if classes == 2 else None)
+    group = run.clients["group"].to_numpy()
+    everyone = confusion[confusion["attribute"] == ""]
+    of = {"group of clients": everyone.assign(value=group[everyone["client"].to_numpy()])}
+    of |= {name: confusion[confusion["attribute"] == name] for name in run.facts.get("attributes", {})}
+    tables = []
+    for name, counts in of.items():
+        if counts["value"].nunique() > 1 and (positive is not None or name != "group of clients"):
+            tables += _rates(name, counts, positive)
+    return tables
+
+
+def _rates(name: str, counts: pd.DataFrame, positive: int | None) -> list[Table]:
+    frame = group_frame(counts, positive)
+    columns = list(frame.by_group.columns)
+    rows = [
+        [words(value), *(number(float(row[c]), ",.0f" if c == "records" else ",.3f") for c in columns)]
+        for value, row in frame.by_group.iterrows()
+    ]
+    differences = [
+        [words(what), number(found.value), Cell(_plain_range(found), found.low), words(f"{found.n:,} {found.unit}")]
+        for what, found in group_differences(counts, positive).items()
+    ]
+    class_ = "" if positive is None else f" Class {positive} is the advantage."
+    key = "".join(letter if letter.isalnum() else "-" for letter in name)
+    return [
+        Table(f"rates-{key}", f"By {name}, over test records.{class_}", [name, *columns], rows),
+        Table(
+            f"differences-{key}", f"Largest differences by {name}. Intervals: bootstrap over clients.",
+            ["difference", "value", "95% interval", "n"], differences,
+        ),
+    ]  # fmt: skip
+
+
+def _plain_range(found: Interval) -> str:
+    return "" if math.isnan(found.low) else f"{found.low:.3f} to {found.high:.3f}"
+
+
+def cost_tables(run: Run, judged: Judged) -> list[Table]:
+    """What privacy has cost each group, against a model of its pooled records."""
+    rows, fairness = [], []
+    for metric, split, better in ((judged.metric, "test", judged.better), ("loss", "train", False)):
+        reference = run.scores(metric, split=split, model="reference")
+        served = run.scores(metric, split=split)
+        if reference.empty or served.empty:
+            return []
+        values = [table.iloc[-1].to_numpy() for table in (served, reference)]
+        both = ~np.isnan(values[0]) & ~np.isnan(values[1])
+        group = run.clients["group"].to_numpy()[both]
+        cost = privacy_cost(values[0][both], values[1][both], group, higher_is_better=better)
+        fairness.append(
+            f"{'F_acc' if metric == 'accuracy' else f'F_{metric}'} = {cost.fairness:.3f} (n = {cost.clients:,})"
+        )
+        rows += [[words(name), words(f"{metric} ({split})"), number(value)] for name, value in cost.by_group.items()]
+    caption = (
+        f"What privacy costs against a model of each group's pooled records, trained without privacy, for evaluation "
+        f"only. Largest difference of that cost between two clients: {', '.join(fairness)}."
+    )
+    return [Table("cost", caption, ["group", "of", "cost"], rows)]
+
+
+def client_table(run: Run, judged: Judged) -> Table:
+    """Every client, the worst first."""
+    table = run.clients.loc[judged.scored].copy()
+    table["value"], table["tests"] = judged.values, judged.tests
+    table = table.sort_values("value", ascending=judged.better, kind="stable")
+    sized = table["size"].notna().all()
+    rows = [
+        [
+            words(row["name"]), words(row["group"]), _score(row["value"], judged), number(row["tests"], ",.0f"),
+            *([number(row["size"], ",.0f"), number(row["epsilon"])] if sized else []),
+        ]
+        for _, row in table.head(MOST_ROWS).iterrows()
+    ]  # fmt: skip
+    columns = ["client", "group", judged.metric, "test records", *(["declared size", "epsilon"] if sized else [])]
+    cut = f" The worst {MOST_ROWS}; the figure's numbers hold all." if len(table) > MOST_ROWS else ""
+    return Table("every-client", f"{len(table):,} clients, the worst first.{cut}", columns, rows)
