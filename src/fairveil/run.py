@@ -19,7 +19,7 @@ from fairveil.engine.blocks import best_block
 from fairveil.engine.local import LocalEngine
 from fairveil.errors import PrivacyError, RunFault, UserError
 from fairveil.evaluation import cost_scores, save_confusion, scores_of
-from fairveil.metrics import Summary
+from fairveil.fairness import Summary
 from fairveil.plan import Plan, make_plan, materials
 from fairveil.preparation import feature_statistics
 from fairveil.privacy.accounting import rdp_curve, rdp_epsilon

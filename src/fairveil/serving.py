@@ -11,7 +11,7 @@ from safetensors.torch import save
 
 from fairveil.clustering import adjusted_rand
 from fairveil.errors import UserError
-from fairveil.metrics import Summary, summarise
+from fairveil.fairness import Summary, summarise
 from fairveil.plan import Plan
 from fairveil.session import Pick
 from fairveil.store import Store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fairveil.metrics import summarise
+from fairveil.fairness import summarise
 
 
 def test_accuracy_by_hand() -> None:
