@@ -224,6 +224,7 @@ def test_one_class_is_pure_in_training_and_test(each: int) -> None:
     federation = cut("one-class", clients_per_class=each)
     assert federation.groups == ("class 0", "class 1", "class 2", "class 3")
     assert federation.group.tolist() == np.repeat(range(4), each).tolist()
+    assert federation.common_tests == (each > 1)
     for client, group in enumerate(federation.group):
         data = federation.load(client)
         assert (data.train.y == group).all() and (data.test.y == group).all()

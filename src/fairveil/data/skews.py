@@ -7,6 +7,7 @@ speaks of the clients that come out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -194,7 +195,8 @@ class OneClass(Split):
             held += [np.flatnonzero(pool.test.y.numpy() == label)] * self.clients_per_class
         group = np.repeat(np.arange(pool.classes), self.clients_per_class)
         groups = tuple(f"class {label}" for label in range(pool.classes))
-        return cut_up(pool, Shares.of(share), Shares.of(held), group, groups)
+        federation = cut_up(pool, Shares.of(share), Shares.of(held), group, groups)
+        return replace(federation, common_tests=self.clients_per_class > 1)
 
     def _check_classes(self, pool: Pool) -> None:
         """Raise unless each class has a training row for each of its clients, and a test row."""
