@@ -88,7 +88,7 @@ def test_metrics_are_one_long_table_and_a_round_run_again_replaces_its_rows(tmp_
             [1, 0, "north", 0, "test", "served", "accuracy", 0.5, 50],
             [1, 1, "south", 1, "test", "served", "accuracy", 0.6, 50],
         ]
-        assert store.scores("accuracy") == {0: 0.5, 1: 0.6}
+        assert store.scores("accuracy") == {0: 0.5, 1: 0.6} and store.counts("accuracy") == {0: 50, 1: 50}
         assert store.seconds() == 0.25 and store.meta("data") == "abc" and store.meta("none") is None
 
 
@@ -102,6 +102,7 @@ def test_scores_are_those_of_the_last_evaluated_round(tmp_path: Path) -> None:
                 rows += [Score(number, c, "test", "served", "accuracy", number / 10) for c in (0, 1)]
             store.finish_round(number, 0.1, rows, STATE, {})
         assert store.scores("accuracy") == {0: 0.2, 1: 0.2} and store.scores("loss") == {}
+        assert store.counts("accuracy") == {} == store.counts("loss")  # they were not given
 
 
 def test_the_database_syncs_every_commit(tmp_path: Path) -> None:

@@ -192,11 +192,18 @@ class Store:
 
     def scores(self, metric: str, split: str = "test") -> dict[int, float]:
         """A metric of the served models in the last evaluated round, by client."""
-        query = "SELECT client, value FROM scores WHERE split = ? AND model = 'served' AND metric = ?"
+        return self._last("value", VALUE, metric, split)
+
+    def counts(self, metric: str, split: str = "test") -> dict[int, int]:
+        """How many records are behind each of these scores; empty: that was not written down."""
+        return self._last("n", CLIENT, metric, split)
+
+    def _last(self, column: str, kind: np.dtype[Any], metric: str, split: str) -> dict[int, Any]:
+        query = f"SELECT client, {column} FROM scores WHERE split = ? AND model = 'served' AND metric = ?"
         row = self.database.execute(f"{query} ORDER BY round DESC LIMIT 1", (split, metric)).fetchone()
-        if row is None:
+        if row is None or row[1] is None:
             return {}
-        return dict(zip(np.frombuffer(row[0], CLIENT).tolist(), np.frombuffer(row[1], VALUE).tolist(), strict=True))
+        return dict(zip(np.frombuffer(row[0], CLIENT).tolist(), np.frombuffer(row[1], kind).tolist(), strict=True))
 
     def save_confusion(self, rows: Sequence[tuple[int, str, str, int, int, int]]) -> None:
         """How often the served models took one class for another, at the end.
