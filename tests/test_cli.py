@@ -31,6 +31,7 @@ def test_new_plan_run_list(fairveil: Fairveil) -> None:
     assert code == 0
     for words in ("differentially private", "accuracy by group", "Worst group:", "Run folder: runs/fairveil-"):
         assert words in out
+    assert "largest gap between groups" in out
     code, out, _ = fairveil("list", "runs")
     assert code == 0 and "finished" in out
 

@@ -23,6 +23,7 @@ from fairveil.errors import PrivacyError, UserError
 from fairveil.plan import Plan, make_plan
 from fairveil.privacy.accounting import price
 from fairveil.privacy.ledger import FEDERATION
+from fairveil.reading import load_run
 from fairveil.run import Interrupted, RoundReport, begin, drive, resume_run, run_in, run_plan, start_run
 from fairveil.schedule import Schedule
 from fairveil.store import Store
@@ -167,6 +168,21 @@ def test_the_result_has_what_people_ask_for(small: dict[str, Any], runs: Path) -
     by_group = result["accuracy"]["by_group"]
     assert result["accuracy"]["mean"] == pytest.approx((2 * by_group["0°"] + 3 * by_group["90°"]) / 5)
     assert result["accuracy"]["worst"] <= min(by_group.values())
+    assert result["accuracy"]["by_group_clients"] == {"0°": 2, "90°": 3}
+    assert result["accuracy"]["gap"] == pytest.approx(abs(by_group["0°"] - by_group["90°"]))
+    assert result["accuracy"]["sampling_variance_removed"] is None  # the clients of a group share their test records
+
+
+def test_clients_with_tests_of_their_own_show_their_spread(small: dict[str, Any], runs: Path) -> None:
+    """var - (1 - 1/n) mean(a (1 - a)/(n_i - 1)), from what the folder says of each client."""
+    split = {"kind": "dirichlet", "clients": 4, "alpha": 5.0, "test": "own"}
+    result = run_plan(make_plan(make_config(small | {"data": {"dataset": "digits", "split": split}})), runs=runs)
+    run = load_run(result.folder)
+    a, n = (table.iloc[-1].to_numpy() for table in (run.scores("accuracy"), run.counts("accuracy")))
+    assert len(set(n)) > 1
+    expected = a.var() - 3 / 4 * (a * (1 - a) / (n - 1)).mean()
+    assert result.metrics["accuracy"].sampling_variance_removed == pytest.approx(expected)
+    assert result.metrics["loss"].sampling_variance_removed is None and result.metrics["loss"].jain is None
 
 
 def test_a_regression_reports_rmse(small: dict[str, Any], runs: Path) -> None:

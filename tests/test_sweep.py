@@ -303,6 +303,8 @@ def test_the_table_holds_what_the_results_hold(finished: tuple[Sweep, SweepResul
                 summary = result[metric]
                 for key in ("mean", "worst", "best", "worst_10_percent", "disparity", "variance", "clients"):
                     assert row[f"{metric}_{key}"] == summary[key]
+                for key in ("deviation", "gap"):
+                    assert row[f"{metric}_{key}"] == summary[key]
                 assert row[f"{metric}_worst_group_name"] == summary["worst_group"]
                 assert row[f"{metric}_worst_group"] == summary["by_group"][summary["worst_group"]]
                 assert {group: row[f"{metric}[{group}]"] for group in ("0°", "90°")} == summary["by_group"]
@@ -363,6 +365,21 @@ def test_values_of_any_type_make_a_column(base: dict[str, Any]) -> None:
     assert table["data.split"][0] == '{ kind = "iid", clients = 3 }' and table["algorithm.rounds"].dtype == int
     assert list(table["status"]) == ["failed", "unfinished", "unfinished", "unfinished"]
     assert plain_rows(table)[0]["error"] == "it broke" and plain_rows(table)[1]["error"] is None
+
+
+def test_results_of_earlier_versions_are_read(base: dict[str, Any], finished: tuple[Sweep, SweepResult]) -> None:
+    """They lack some figures, whose cells stay empty. So do those that do not go with a metric."""
+    sweep = make_sweep({"name": "x", "base": base, "seeds": [0, 1]})
+    new = json.loads(next((finished[1].folder / "cells").glob("*/result.json")).read_text())
+    added = ("deviation", "jain", "gap")
+    old = new | {"accuracy": {key: value for key, value in new["accuracy"].items() if key not in added}}
+    table = make_table(sweep, dict(zip(sweep.cells, (old, new), strict=True)), {})
+    for key in added:
+        column = table[f"accuracy_{key}"]
+        assert math.isnan(column[0]) and column[1] == new["accuracy"][key] and column.dtype == float
+    assert "loss_jain" not in table and plain_rows(table)[0]["accuracy_gap"] is None
+    only_old = make_table(sweep, dict.fromkeys(sweep.cells, old), {})
+    assert "accuracy_gap" not in only_old and (only_old["accuracy_mean"] == new["accuracy"]["mean"]).all()
 
 
 def test_prices_of_different_promises_are_not_added(base: dict[str, Any]) -> None:

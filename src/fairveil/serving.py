@@ -54,9 +54,11 @@ def summaries(plan: Plan, store: Store) -> tuple[dict[str, Summary], Summary]:
             )
         scored = np.array(sorted(by_client))
         values = np.array([by_client[client] for client in scored.tolist()])
+        counts = {} if plan.federation.common_tests else store.counts(metric)
         found[metric] = summarise(
-            values, plan.facts.group[scored], plan.federation.groups, higher_is_better=metric == "accuracy"
-        )
+            values, plan.facts.group[scored], plan.federation.groups, higher_is_better=metric == "accuracy",
+            tests=np.array([counts[client] for client in scored.tolist()]) if counts else None,
+        )  # fmt: skip
     return found, found[main]
 
 

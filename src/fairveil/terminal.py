@@ -84,6 +84,8 @@ def print_result(result: Any) -> None:
     table.add_row(f"mean over {summary.clients:,} clients", f"{summary.mean:.3f}")
     table.add_row("worst client", f"{summary.worst:.3f}")
     table.add_row("largest gap between clients", f"{summary.disparity:.3f}")
+    if len(summary.by_group) > 1:
+        table.add_row("largest gap between groups", f"{summary.gap:.3f}")
     out.print(table)
     if summary.clients < result.clients:
         out.print(f"{result.clients - summary.clients:,} clients have no test records and are not scored.")

@@ -21,7 +21,8 @@ COUNTS = ("seed", "rounds")
 NUMBERS = ("epsilon", "epsilon_spent", "delta", "seconds")
 FROM_RESULT = ("commit", "data_fingerprint", "fairveil", "algorithm", "rounds", *NUMBERS)
 CLUSTERS = ("count", "ari", "mss", "mpo", "switch_round")  # of a clustered system
-FIGURES = ("worst", "best", "worst_10_percent", "disparity", "variance", "clients")  # of every metric
+# of every metric; what does not apply to it, or was not known yet when a run was finished, is left empty
+FIGURES = ("worst", "best", "worst_10_percent", "disparity", "variance", "deviation", "jain", "gap", "clients")
 
 
 def read_result(folder: Path, digest: str) -> dict[str, Any] | None:
@@ -78,7 +79,7 @@ def _figures(metric: str, summary: Mapping[str, Any]) -> dict[str, Any]:
         f"{metric}_mean": summary["mean"],
         f"{metric}_worst_group": summary["by_group"][worst],
         f"{metric}_worst_group_name": worst,
-        **{f"{metric}_{figure}": summary[figure] for figure in FIGURES},
+        **{f"{metric}_{figure}": summary[figure] for figure in FIGURES if summary.get(figure) is not None},
         **by_group,
     }
 
