@@ -229,6 +229,35 @@ def account(
             out.print(f"{key:18}{value}", markup=False)
 
 
+Seen = Annotated[Path, typer.Argument(metavar="RUN|SWEEP", help="A run folder, or the folder of a sweep.")]
+
+
+@app.command()
+def report(
+    folder: Seen,
+    to: Annotated[Path | None, typer.Option("--out", help="The file; report.html in the folder if left out.")] = None,
+) -> None:
+    """One HTML file that shows what happened: it opens offline, on a phone too, and can be printed."""
+    from fairveil.report import write_report
+
+    path = write_report(folder, to)
+    out.print(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB).", markup=False, soft_wrap=True)
+
+
+@app.command()
+def watch(
+    folder: Seen,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 0,
+) -> None:
+    """The same page on this machine's own address while the run goes on, until Ctrl-C."""
+    from fairveil.watch import Watch
+
+    with Watch(folder, port) as server:
+        out.print(f"Watching {folder} at {server.address} (Ctrl-C ends it).", markup=False, soft_wrap=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
 data = typer.Typer(no_args_is_help=True, help="The files of published datasets: list, get and check them.")
 app.add_typer(data, name="data")
 

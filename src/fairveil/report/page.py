@@ -13,7 +13,7 @@ import html
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 
 from jinja2 import Environment, StrictUndefined
@@ -49,6 +49,11 @@ class Cell:
     order: float | str
     mark: str = ""  # a class of the style sheet: "good", "bad", "busy"
 
+    @property
+    def sorts(self) -> str:
+        """The number it is sorted by, as a script reads it."""
+        return "Infinity" if self.order == math.inf else str(self.order)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -58,9 +63,14 @@ class Table:
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    beside: bool = False  # among the figures of its section, not below them
 
-    def csv_rows(self) -> list[list[str | float]]:
-        return [[cell.order if cell.order != "" else cell.text for cell in row] for row in self.rows]
+    @property
+    def headings(self) -> list[tuple[str, bool]]:
+        """The columns, and whether each holds numbers."""
+        columns = zip(*self.rows, strict=True) if self.rows else ((),) * len(self.columns)
+        numeric = [bool(cells) and all(isinstance(cell.order, float) for cell in cells) for cells in columns]
+        return list(zip(self.columns, numeric, strict=True))
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,12 @@ class Section:
     intro: str = ""
 
     def of(self, kind: str) -> list[Card | Text | Table | Chart]:
-        return [block for block in self.blocks if type(block).__name__ == kind]
+        """The blocks of a kind: "Card", "Text", "Figure" (charts, and tables beside them), "Table" (the others)."""
+
+        def of_kind(block: Card | Text | Table | Chart) -> str:
+            return "Figure" if isinstance(block, Chart) or getattr(block, "beside", False) else type(block).__name__
+
+        return [block for block in self.blocks if of_kind(block) == kind]
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,6 @@ class Page:
     subtitle: str
     sections: Sequence[Section]
     state: str = ""  # how far it is, for who watches
-    facts: dict[str, str] = field(default_factory=dict)
 
     def html(self, *, watched: bool = False) -> str:
         """One file, which opens without a network.

@@ -144,7 +144,7 @@ def _clusters(run: Run) -> list[Any]:
             ("iterations of the fit", str(found["iterations"])),
         ]
     rows = [[words(name), words(value)] for name, value in lines]
-    return [*figures, Table("recovery", f"n = {len(run.clients):,} clients.", ["", "found"], rows)]
+    return [*figures, Table("recovery", f"n = {len(run.clients):,} clients.", ["", "found"], rows, beside=True)]
 
 
 def _privacy(run: Run, statement: Statement, spent: Spending) -> list[Any]:
@@ -159,8 +159,9 @@ def _privacy(run: Run, statement: Statement, spent: Spending) -> list[Any]:
                 words("" if posted is None else _times(posted)), words(release.what),
             ]
         )  # fmt: skip
-    per = "client" if statement.unit == "record" else "federation"
-    blocks += [Table("releases", f"What is sent, by each {per}.", ["release", "planned", "posted", "each time"], rows)]
+    per = "each client" if statement.unit == "record" else "the federation"
+    columns = ["release", "planned", "posted", "each time"]
+    blocks += [Table("releases", f"What is sent, by {per}.", columns, rows, beside=True)]
     return [*texts, *blocks, Text(_checked(statement, spent), heading="Checked for this page")]
 
 

@@ -83,7 +83,9 @@ def group_table(judged: Judged) -> Table:
             )  # fmt: skip
     columns = ["group", "clients", "test records", f"mean {judged.metric}", "95% interval", "worst client"]
     what = {"clients": "clients within each group", "test records": "test records"}[judged.interval(mean_of).unit]
-    return Table("groups", f"By group of clients. Intervals: bootstrap over {what}, 2,000 draws.", columns, rows)
+    return Table(
+        "groups", f"By group of clients. Intervals: bootstrap over {what}, 2,000 draws.", columns, rows, beside=True
+    )
 
 
 def _distinct(judged: Judged, tests: np.ndarray) -> float:

@@ -1,0 +1,206 @@
+"""The figures of a sweep: what a budget buys, who pays for it, and whether a difference is more than the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from fairveil.options import shown
+from fairveil.report.chart import (
+    COLOURS,
+    GREY,
+    Chart,
+    as_percent,
+    in_words,
+    legend_below,
+    new_axes,
+    shape_of,
+    shortened,
+    style_of,
+    styled,
+)
+from fairveil.sweep import Sweep, SweepResult
+
+BUDGET = "privacy.epsilon"
+MEASURES = {"mean": "mean", "worst_group": "worst group"}
+
+
+def over_budgets(sweep: Sweep, result: SweepResult, measure: str) -> Chart | None:
+    """A measure of the main metric against epsilon (or the first key of the grid with numbers), a line for each."""
+    metric = result.metrics[0] if result.metrics else ""
+    key = _across(sweep)
+    part = result.means[result.means["measure"] == f"{metric}_{measure}"].dropna(subset=["mean"])
+    if key is None or part.empty:
+        return None
+    others = [other for other in sweep.keys if other != key]
+    part = part.assign(line=[_label(row, others, sweep) for _, row in part.iterrows()])
+    values = sorted(part[key].unique())
+    with styled():
+        figure, axes = new_axes()
+        entries: list[tuple[Artist, str]] = []
+        marks = []
+        for number, (name, line) in enumerate(part.groupby("line", sort=False)):
+            line = line.sort_values(key)
+            style, x = style_of(number), line[key].to_numpy(dtype=float)
+            half = ((line["high"] - line["low"]) / 2).fillna(0).to_numpy(dtype=float)
+            drawn, *_ = axes.errorbar(x, line["mean"], half, marker=shape_of(number), markersize=5, capsize=3, **style)
+            entries.append((drawn, str(name)))
+            marks += [
+                (axes, float(at), row["mean"], f"{name}, {sweep.short[key]} {at:g}: {_told(row, metric)}")
+                for at, (_, row) in zip(x, line.iterrows(), strict=True)
+            ]
+        if len(values) > 1 and min(values) > 0 and max(values) / min(values) > 4:
+            axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator([float(value) for value in values]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticklabels([f"{value:g}" for value in values])
+        axes.set_xlabel(sweep.short[key])
+        axes.set_ylabel(f"{MEASURES[measure]} {metric}")
+        if metric == "accuracy":
+            as_percent(axes)
+        legend_below(figure, entries)
+    caption = f"Mean over seeds with its 95% interval (Student's t; n = {_counts(part)} seeds)."
+    title = f"{MEASURES[measure].capitalize()} {metric} against {sweep.short[key]}"
+    data = part[["variant", *sweep.keys, "n", "mean", "low", "high"]]
+    return Chart(f"{measure.replace('_', '-')}-by-{sweep.short[key]}", title, caption, figure, data, marks)
+
+
+def frontier(sweep: Sweep, result: SweepResult) -> Chart | None:
+    """Mean against worst group, a point for each setting; the line joins those that nobody beats in both."""
+    metric = result.metrics[0] if result.metrics else ""
+    wide = _both(sweep, result, metric)
+    if wide is None:
+        return None
+    better = 1 if metric == "accuracy" else -1
+    values = better * wide[["mean_mean", "mean_worst"]].to_numpy()
+    front = [i for i, v in enumerate(values) if not ((values >= v).all(axis=1) & (values > v).any(axis=1)).any()]
+    variants = list(dict.fromkeys(wide["variant"]))
+    with styled():
+        figure, axes = new_axes(4.0)
+        entries: list[tuple[Artist, str]] = []
+        for number, name in enumerate(variants):
+            part = wide[wide["variant"] == name]
+            drawn, *_ = axes.errorbar(
+                part["mean_mean"], part["mean_worst"], part["half_worst"], part["half_mean"], linestyle="", capsize=2,
+                marker=shape_of(number), color=COLOURS[number % len(COLOURS)], markersize=6,
+            )  # fmt: skip
+            entries.append((drawn, name))
+        best = wide.iloc[front].sort_values("mean_mean")
+        (line,) = axes.plot(best["mean_mean"], best["mean_worst"], color=GREY, linestyle="--", linewidth=1, zorder=0)
+        low = min(axes.get_xlim()[0], axes.get_ylim()[0])
+        high = max(axes.get_xlim()[1], axes.get_ylim()[1])
+        (equal,) = axes.plot([low, high], [low, high], color="#c8c8c8", linewidth=0.8, zorder=0)
+        axes.set_xlabel(f"mean {metric}")
+        axes.set_ylabel(f"worst group {metric}")
+        if metric == "accuracy":
+            as_percent(axes)
+            as_percent(axes, "x")
+        legend_below(figure, [*entries, (line, "not beaten in both"), (equal, "no gap")])
+    marks = [
+        (axes, row["mean_mean"], row["mean_worst"], f"{row['setting']}: mean {mean}, worst group {worst}")
+        for _, row in wide.iterrows()
+        for mean, worst in [(in_words(row["mean_mean"], metric), in_words(row["mean_worst"], metric))]
+    ]
+    data = wide.assign(not_beaten=[i in front for i in range(len(wide))]).drop(columns="setting")
+    caption = (
+        f"Every setting of the sweep, mean over seeds (n = {_counts(wide)}) with 95% intervals. On the thin line all "
+        "groups are served alike."
+    )
+    return Chart("frontier", "Fairness and accuracy", caption, figure, data, marks)
+
+
+def paired_differences(sweep: Sweep, result: SweepResult) -> Chart | None:
+    """Every variant minus the baseline, seed by seed, with the interval of the mean difference."""
+    metric = result.metrics[0] if result.metrics else ""
+    wanted = {f"{metric}_{measure}": name for measure, name in MEASURES.items()}
+    part = result.comparison[result.comparison["measure"].isin(wanted)].dropna(subset=["difference"])
+    if part.empty:
+        return None
+    names = [shortened(_label(row, sweep.keys, sweep), 34) for _, row in part.iterrows()]
+    rows = list(dict.fromkeys(names))
+    with styled():
+        figure, axes = new_axes(max(2.6, 1.4 + 0.42 * len(rows)))
+        entries: list[tuple[Artist, str]] = []
+        marks = []
+        for number, (measure, told) in enumerate(wanted.items()):
+            named = zip(names, part.iterrows(), strict=True)
+            lines = [(name, row) for name, (_, row) in named if row["measure"] == measure]
+            y = np.array([rows.index(name) for name, _ in lines]) + (number - 0.5) * 0.3
+            x = np.array([row["difference"] for _, row in lines])
+            half = np.nan_to_num([(row["high"] - row["low"]) / 2 for _, row in lines])
+            drawn, *_ = axes.errorbar(
+                x, y, xerr=half, linestyle="", marker=shape_of(number), color=COLOURS[number], capsize=3, markersize=5
+            )
+            entries.append((drawn, told))
+            marks += [
+                (axes, float(at), float(up), f"{name}, {told}: {_difference(row, metric)}")
+                for at, up, (name, row) in zip(x, y, lines, strict=True)
+            ]
+        axes.axvline(0, color="#000000", linewidth=1)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlabel(f"{metric} minus that of {shortened(str(sweep.config.baseline))}")
+        if metric == "accuracy":
+            as_percent(axes, "x")
+        legend_below(figure, entries)
+    caption = (
+        "Seed by seed, so that what a split does to both cancels. Bars: 95% interval of the mean difference (Student's "
+        f"t; n = {_counts(part)} seeds). Where a bar crosses 0, the seeds do not tell them apart."
+    )
+    data = part.drop(columns="better")
+    return Chart("differences", f"Compared with {sweep.config.baseline}", caption, figure, data, marks)
+
+
+def _across(sweep: Sweep) -> str | None:
+    """The key of the grid that goes across: the budget, or the first that holds numbers."""
+    numeric = [
+        key
+        for key, values in sweep.config.grid.items()
+        if len(values) > 1 and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    ]
+    return BUDGET if BUDGET in numeric else next(iter(numeric), None)
+
+
+def _label(row: Any, keys: Sequence[str], sweep: Sweep) -> str:
+    """A setting in a few words."""
+    named = [str(row["variant"])] if sweep.config.variants else []
+    values = [f"{sweep.short[k]} {row[k] if isinstance(row[k], str) else shown(_plain(row[k]))}" for k in keys]
+    return ", ".join([*named, *values]) or sweep.name
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
+
+
+def _both(sweep: Sweep, result: SweepResult, metric: str) -> pd.DataFrame | None:
+    """Mean and worst group of every setting side by side."""
+    parts = []
+    for measure, name in (("mean", "mean"), ("worst_group", "worst")):
+        part = result.means[result.means["measure"] == f"{metric}_{measure}"].dropna(subset=["mean"])
+        part = part.assign(half=((part["high"] - part["low"]) / 2).fillna(0.0)).drop(columns=["measure", "deviation"])
+        parts.append(part.rename(columns={k: f"{k}_{name}" for k in ("mean", "half", "low", "high")}))
+    if parts[0].empty:
+        return None
+    wide = parts[0].merge(parts[1].drop(columns="n"), on=["variant", *sweep.keys])
+    return wide.assign(setting=[_label(row, sweep.keys, sweep) for _, row in wide.iterrows()])
+
+
+def _told(row: Any, metric: str) -> str:
+    interval = "" if pd.isna(row["low"]) else f" ({in_words(row['low'], metric)} to {in_words(row['high'], metric)})"
+    return f"{in_words(row['mean'], metric)}{interval}, n = {row['n']}"
+
+
+def _difference(row: Any, metric: str) -> str:
+    scale, unit = (100, " points") if metric == "accuracy" else (1, "")
+    interval = "" if pd.isna(row["low"]) else f" ({scale * row['low']:+.2f} to {scale * row['high']:+.2f})"
+    return f"{scale * row['difference']:+.2f}{unit}{interval}, n = {row['n']}"
+
+
+def _counts(part: pd.DataFrame) -> str:
+    low, high = int(part["n"].min()), int(part["n"].max())
+    return str(low) if low == high else f"{low} to {high}"

@@ -1,0 +1,125 @@
+"""A run or a sweep, watched: its report served on this machine while it goes on.
+
+Only this machine can connect (loopback), only by GET, and only under a local name: a page from elsewhere that had its
+own name point here would see nothing. What is served are evaluations without noise.
+"""
+
+from __future__ import annotations
+
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from fairveil.errors import PrivacyError, RunFault, UserError
+from fairveil.report import build_page
+from fairveil.report.page import Page, Section, Text
+
+LOCAL = "127.0.0.1"
+CALLED = ("127.0.0.1", "localhost")
+WATCHED = ("run.sqlite", "run.sqlite-wal", "result.json", "statement.json", "failure.txt", "clusters.json", "lock")
+
+
+class Watch(ThreadingHTTPServer):
+    """The server of one folder. `serve_forever` serves, `shutdown` ends it.
+
+    Args:
+        port: 0: any that is free.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        build_page(folder) if (folder / "sweep.toml").exists() else _check(folder)
+        self.folder = folder
+        self._drawing = threading.Lock()  # matplotlib draws one picture at a time
+        self._drawn: tuple[str, bytes] = ("", b"")
+        try:
+            super().__init__((LOCAL, port), _Handler)
+        except OSError as error:
+            raise UserError(
+                f"--port {port} cannot be used.", f"{error.strerror}.", "another --port, or 0 for any that is free"
+            ) from error
+
+    @property
+    def address(self) -> str:
+        return f"http://{LOCAL}:{self.server_address[1]}/"
+
+    def page(self) -> bytes:
+        """The page as it is now; drawn anew only if something has changed."""
+        with self._drawing:
+            stamp = self.stamp()
+            if stamp != self._drawn[0]:
+                self._drawn = stamp, self._page().html(watched=True).encode()
+            return self._drawn[1]
+
+    def stamp(self) -> str:
+        """Changes whenever the folder does."""
+        cells = self.folder / "cells"
+        folders = [self.folder, *(sorted(cells.iterdir()) if cells.is_dir() else [])]
+        marks = []
+        for place, folder in enumerate(folders):
+            for name in WATCHED:
+                try:
+                    found = (folder / name).stat()
+                except OSError:
+                    continue
+                marks.append(f"{place} {name} {found.st_mtime_ns} {found.st_size}")
+        return str(hash(tuple(marks)))
+
+    def _page(self) -> Page:
+        try:
+            return build_page(self.folder)
+        except (UserError, RunFault, PrivacyError) as error:  # not planned yet, or in the middle of a write
+            return Page(self.folder.name, "", [Section("wait", "Not yet", [Text(str(error), plain=True)])], "Waiting.")
+
+
+def _check(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} is not a folder.", "A run or a sweep is watched by its folder.", "fairveil list runs"
+        )
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Watch
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "fairveil", ""
+
+    def do_GET(self) -> None:
+        host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
+        if host not in CALLED:
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"This page is for this machine only.\n")
+        elif self.path == "/":
+            self._answer(HTTPStatus.OK, "text/html", self.server.page())
+        elif self.path == "/stamp":
+            self._answer(HTTPStatus.OK, "text/plain", self.server.stamp().encode())
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"There is one page: /\n")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):  # whatever else was asked
+            return self._refuse
+        raise AttributeError(name)
+
+    def _refuse(self) -> None:
+        self.close_connection = True  # what else it sends is not read
+        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"GET only.\n")
+
+    def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a page that asks every two seconds would fill the terminal."""
