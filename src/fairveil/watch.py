@@ -15,10 +15,11 @@ from typing import Any
 from fairveil.errors import PrivacyError, RunFault, UserError
 from fairveil.report import build_page
 from fairveil.report.page import Page, Section, Text
+from fairveil.store import is_held
 
 LOCAL = "127.0.0.1"
 CALLED = ("127.0.0.1", "localhost")
-WATCHED = ("run.sqlite", "run.sqlite-wal", "result.json", "statement.json", "failure.txt", "clusters.json", "lock")
+WATCHED = ("run.sqlite", "run.sqlite-wal", "result.json", "statement.json", "failure.txt", "clusters.json")
 
 
 class Watch(ThreadingHTTPServer):
@@ -31,7 +32,7 @@ class Watch(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folder: Path, port: int = 0) -> None:
-        build_page(folder) if (folder / "sweep.toml").exists() else _check(folder)
+        _check(folder)
         self.folder = folder
         self._drawing = threading.Lock()  # matplotlib draws one picture at a time
         self._drawn: tuple[str, bytes] = ("", b"")
@@ -60,6 +61,7 @@ class Watch(ThreadingHTTPServer):
         folders = [self.folder, *(sorted(cells.iterdir()) if cells.is_dir() else [])]
         marks = []
         for place, folder in enumerate(folders):
+            marks.append(str(is_held(folder)))
             for name in WATCHED:
                 try:
                     found = (folder / name).stat()
