@@ -149,17 +149,24 @@ def group_differences(
     (selection rates), "equalised odds" (true or false positive rates, the larger difference), "equal opportunity"
     (true positive rates). Arguments and errors as in `group_frame`.
 
-    Intervals resample whole clients with all their records, not within groups. A replicate in which a rate is of no
-    records for some value is left out (`draws` counts the others). NaN: a rate is not defined, or there is one value.
+    Intervals resample whole clients with all their records, not within groups. Where a value has the records of one
+    client only, there is no drawing another: then it is the records of every value that are redrawn. A replicate in
+    which a rate is of no records for some value is left out (`draws` counts the others). NaN: a rate is not defined, or
+    there is one value.
     """
     frame = group_frame(confusion, positive)
     rates = frame.by_group
     exact = _named(frame.difference().astype(float).where(rates.notna().all() & (len(rates) > 1)))
-    counts = _counts(confusion[confusion["n"] > 0], positive)
-    clients = counts.shape[1]
-    parts = [_differences(weights @ counts) for weights in client_weights(clients, draws, np.random.default_rng(seed))]
+    confusion, random = confusion[confusion["n"] > 0], np.random.default_rng(seed)
+    if confusion.groupby("value")["client"].nunique().min() == 1:
+        n, unit = int(confusion["n"].sum()), "test records"
+        parts = [_differences(_redrawn(confusion, positive, draws, random))]
+    else:
+        counts = _counts(confusion, positive)
+        n, unit = counts.shape[1], "clients"
+        parts = [_differences(weights @ counts) for weights in client_weights(n, draws, random)]
     return {
-        name: percentiles(value, np.concatenate([part[name] for part in parts]), clients, "clients", level)
+        name: percentiles(value, np.concatenate([part[name] for part in parts]), n, unit, level)
         for name, value in exact.items()
     }
 
@@ -194,13 +201,28 @@ def _named(apart: Mapping[str, Any]) -> dict[str, Any]:
 def _counts(confusion: pd.DataFrame, positive: int | None) -> np.ndarray:
     """(kind, clients, values): records, right ones and, with a positive class, taken for it, of it, both."""
     client, value = (np.unique(confusion[name], return_inverse=True)[1] for name in ("client", "value"))
-    actual, predicted, n = (confusion[name].to_numpy() for name in ("actual", "predicted", "n"))
-    kinds = [np.ones(len(n), bool), actual == predicted]
+    n, shape = confusion["n"].to_numpy(), (client.max() + 1, value.max() + 1)
+    place, cells = client * shape[1] + value, shape[0] * shape[1]
+    return np.stack([np.bincount(place, n * kind, cells).reshape(shape) for kind in _kinds(confusion, positive)])
+
+
+def _redrawn(confusion: pd.DataFrame, positive: int | None, draws: int, random: np.random.Generator) -> np.ndarray:
+    """(kind, draws, values): the same, but of records redrawn with replacement, as many of each value as there are."""
+    values = []
+    for _, rows in confusion.groupby("value"):
+        total = rows["n"].sum()
+        drawn = random.multinomial(total, rows["n"] / total, size=draws)
+        values.append(np.stack([drawn @ kind for kind in _kinds(rows, positive)]))
+    return np.stack(values, axis=2).astype(float)
+
+
+def _kinds(confusion: pd.DataFrame, positive: int | None) -> list[np.ndarray]:
+    """Which rows count as what."""
+    actual, predicted = (confusion[name].to_numpy() for name in ("actual", "predicted"))
+    kinds = [np.ones(len(actual), bool), actual == predicted]
     if positive is not None:
         kinds += [predicted == positive, actual == positive, (actual == positive) & (predicted == positive)]
-    shape = client.max() + 1, value.max() + 1
-    place = client * shape[1] + value
-    return np.stack([np.bincount(place, n * kind, shape[0] * shape[1]).reshape(shape) for kind in kinds])
+    return kinds
 
 
 def _differences(counts: np.ndarray) -> dict[str, np.ndarray]:
@@ -227,6 +249,11 @@ class PrivacyCost:
     by_group: dict[str, float]  # means
     fairness: float  # max_ij |cost_i - cost_j|: 0 if privacy costs all the same
     clients: int
+
+
+def fairness_symbol(metric: str) -> str:
+    """What the paper calls the largest difference of such costs: F_acc, F_loss."""
+    return "F_acc" if metric == "accuracy" else f"F_{metric}"
 
 
 def privacy_cost(

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from fairveil.errors import RunFault, UserError
+from fairveil.fairness import PrivacyCost, privacy_cost
 from fairveil.privacy.mechanisms import Mechanism, from_canonical
 from fairveil.provenance import published
 from fairveil.store import CLIENT, VALUE, is_held, of_records
@@ -137,6 +138,36 @@ class Run:
         with self._open() as database:
             table = pd.read_sql_query("SELECT * FROM confusion", database)
         return table.rename(columns={"of": "value"})
+
+    @property
+    def positive(self) -> int | None:
+        """The class that is an advantage; None: no class is."""
+        given = self.config.get("fairness", {}).get("positive")
+        return given if given is not None else 1 if self.facts.get("classes") == 2 else None
+
+    def confusions(self) -> dict[str, pd.DataFrame]:
+        """The confusion counts by group of clients ("") and by every attribute of the records, where they tell some
+        apart: client, value, actual, predicted, n."""
+        group = self.clients["group"].to_numpy()
+        table = self.confusion
+        everyone = table[table["attribute"] == ""]
+        found = {"": everyone.assign(value=group[everyone["client"].to_numpy()])} if self.positive is not None else {}
+        found |= {name: table[table["attribute"] == name] for name in self.facts.get("attributes", {})}
+        return {name: counts for name, counts in found.items() if counts["value"].nunique() > 1}
+
+    def costs(self) -> dict[str, PrivacyCost]:
+        """What privacy costs every client against a model of its group's pooled records, where the run has measured
+        it: in accuracy (or rmse) on test records, and in loss on training records."""
+        found = {}
+        for metric, split in ((self.main, "test"), ("loss", "train")):
+            served, reference = (self.scores(metric, split=split, model=model) for model in ("served", "reference"))
+            if len(served) and len(reference):
+                values = np.stack([table.iloc[-1].to_numpy() for table in (served, reference)])
+                both = ~np.isnan(values).any(axis=0)
+                group = self.clients["group"].to_numpy()[both]
+                ours, theirs = values[:, both]
+                found[metric] = privacy_cost(ours, theirs, group, higher_is_better=metric == "accuracy")
+        return found
 
     @cached_property
     def clusters(self) -> Mapping[str, Any] | None:

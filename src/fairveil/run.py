@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from fairveil.engine.blocks import best_block
 from fairveil.engine.local import LocalEngine
 from fairveil.errors import PrivacyError, RunFault, UserError
 from fairveil.evaluation import cost_scores, save_confusion, scores_of
-from fairveil.fairness import Summary
+from fairveil.fairness import Summary, fairness_symbol, group_differences
 from fairveil.plan import Plan, make_plan, materials
 from fairveil.preparation import feature_statistics
 from fairveil.privacy.accounting import rdp_curve, rdp_epsilon
 from fairveil.privacy.mechanisms import canonical
 from fairveil.privacy.statement import Statement, json_number
 from fairveil.provenance import commit, published, versions
+from fairveil.reading import Run, load_run
 from fairveil.serving import (
     averaged,
     check_finite,
@@ -63,6 +65,7 @@ class RunResult:
     provenance: Mapping[str, str | int]  # name, seed, config_hash, commit, data_fingerprint, fairveil, code
     clients: int  # all of them; those without test records are not in the metrics
     clusters: Mapping[str, Any] | None = None  # count, ari, mss, mpo, switch_round ... of a clustered system
+    fairness: Mapping[str, Any] = field(default_factory=dict)  # F_acc, F_loss; differences of rates between groups
 
     @property
     def main(self) -> tuple[str, Summary]:
@@ -83,6 +86,7 @@ class RunResult:
             "clients": self.clients,
             **{name: asdict(summary) for name, summary in self.metrics.items()},
             **({"clusters": self.clusters} if self.clusters else {}),
+            **({"fairness": self.fairness} if self.fairness else {}),
             "guarantee": self.statement.sentence(),
         }
 
@@ -304,10 +308,26 @@ def _finish(plan: Plan, store: Store, state: object) -> RunResult:
     }
     result = RunResult(
         store.folder, name, plan.algorithm.rounds, store.seconds(), statement, metrics, provenance,
-        plan.federation.clients, clusters_of(plan, state),
+        plan.federation.clients, clusters_of(plan, state), _fairness(load_run(store.folder)),
     )  # fmt: skip
     store.write("result.json", json.dumps(result.to_json(), indent=2).encode())
     return result
+
+
+def _fairness(run: Run) -> dict[str, Any]:
+    """Figures between groups that are no summary of one metric: the cost of privacy, differences of rates."""
+    found: dict[str, Any] = {
+        fairness_symbol(metric): {"value": cost.fairness, "n": cost.clients} for metric, cost in run.costs().items()
+    }
+    for name, counts in run.confusions().items():
+        differences = group_differences(counts, run.positive).items()
+        found[name or "clients"] = {what: _plain(asdict(interval)) for what, interval in differences}
+    return found
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON knows no NaN: null says that there is no such number."""
+    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in values.items()}
 
 
 def _state(plan: Plan, store: Store, *, complete: bool) -> Statement:

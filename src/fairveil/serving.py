@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ from fairveil.errors import UserError
 from fairveil.fairness import Summary, summarise
 from fairveil.plan import Plan
 from fairveil.session import Pick
-from fairveil.store import Store
+from fairveil.store import Store, of_records
 
 Served = Pick | Literal["personal"]
 
@@ -59,7 +60,24 @@ def summaries(plan: Plan, store: Store) -> tuple[dict[str, Summary], Summary]:
             values, plan.facts.group[scored], plan.federation.groups, higher_is_better=metric == "accuracy",
             tests=np.array([counts[client] for client in scored.tolist()]) if counts else None,
         )  # fmt: skip
+        if plan.config.fairness.groups != "cluster":
+            found[metric] = _by_attribute(plan, store, metric, found[metric])
     return found, found[main]
+
+
+def _by_attribute(plan: Plan, store: Store, metric: str, summary: Summary) -> Summary:
+    """The same, but its groups are those of the records by the attribute that the run is judged by, each record
+    counting the same."""
+    attribute, by_group, clients = plan.config.fairness.groups, {}, {}
+    for value in plan.federation.attributes[attribute]:
+        split = of_records(attribute, value)
+        scores, n = store.scores(metric, split), store.counts(metric, split)
+        if scores:
+            by_group[value] = sum(scores[c] * n[c] for c in scores) / sum(n.values())
+            clients[value] = len(scores)
+    worst = (min if metric == "accuracy" else max)(by_group, key=lambda value: by_group[value])
+    gap = max(by_group.values()) - min(by_group.values())
+    return replace(summary, by_group=by_group, by_group_clients=clients, worst_group=worst, gap=gap)
 
 
 def clusters_of(plan: Plan, state: object) -> dict[str, Any] | None:

@@ -95,6 +95,13 @@ def print_result(result: Any) -> None:
         if found["mss"] is not None:
             line += f"; smallest separation {found['mss']:.1f}, first round decides up to round {found['switch_round']}"
         out.print(line)
+    for name, found in result.fairness.items():
+        if "value" in found:
+            what = "largest difference in what privacy costs two clients"
+            out.print(f"{name}: {found['value']:.3f} ({what}, n = {found['n']})")
+        else:
+            parts = [f"{what} {one['value']:.3f}" for what, one in found.items() if one["value"] is not None]
+            out.print(f"Differences by {name}: {', '.join(parts)}", markup=False, soft_wrap=True)
     out.print(f"Worst group: {summary.worst_group} ({metric} {summary.by_group[summary.worst_group]:.3f})")
     out.print(f"Run folder: {result.folder}", soft_wrap=True)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import tomli_w
 
+from fairveil.fairness import group_differences
 from fairveil.intervals import gap_of, mean_of
 from fairveil.privacy.statement import Statement, rounded_up
 from fairveil.reading import Run
@@ -100,7 +101,10 @@ def _verdict(run: Run, statement: Statement, spent: Spending, judged: Judged | N
     if run.attribute is None:
         worst_note, gap_note = in_range(judged.interval(judged.worst), metric), in_range(gap, metric)
     else:
-        worst_note = gap_note = f"over records by {run.attribute}; intervals are in the table below"
+        worst_note = gap_note = f"over test records, by {run.attribute}"
+        if run.attribute in (found := run.confusions()):
+            apart = group_differences(found[run.attribute], run.positive)["accuracy"]
+            gap_note = f"by {run.attribute}; {in_range(apart, metric)}"
     cards.append(Card("Worst group", f"{in_words(by_group[worst], metric)}: {worst}", worst_note))
     cards.append(
         Card("Gap between groups", _points(spread, metric), gap_note, warn=metric == "accuracy" and spread > 0.1)
@@ -120,7 +124,7 @@ def _fairness(run: Run, judged: Judged | None) -> list[Any]:
     if judged is None:
         return []
     figures = charts(lambda: scores_by_round([run]), lambda: client_dots(run), lambda: client_histogram(run))
-    tables = [group_table(judged), figure_table(judged), *attribute_tables(run), *cost_tables(run, judged)]
+    tables = [group_table(judged), figure_table(judged), *attribute_tables(run), *cost_tables(run)]
     return [*figures, *tables, client_table(run, judged)]
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from fairveil.fairness import Summary, group_differences, group_frame, privacy_cost, summarise
+from fairveil.fairness import Summary, fairness_symbol, group_differences, group_frame, summarise
 from fairveil.intervals import Interval, Sample, Statistic, bootstrap, group_of, mean_of, worst_group_of
 from fairveil.reading import Run
 from fairveil.report.chart import in_words
@@ -109,7 +109,7 @@ def figure_table(judged: Judged) -> Table:
     figures = [
         ("mean", s.mean, n), ("worst client", s.worst, n), ("best client", s.best, n),
         ("worst 10%", s.worst_10_percent, tenth), ("best 10%", s.best_10_percent, tenth),
-        ("largest gap between two clients", s.disparity, n), ("gap between groups", s.gap, f"{groups} groups"),
+        ("largest gap between two clients", s.disparity, n), ("gap between groups of clients", s.gap, f"{groups} groups"),
         ("standard deviation over clients", s.deviation, n), ("variance x 10,000", 1e4 * s.variance, n),
         ("variance x 10,000 without what small tests add",
          None if s.sampling_variance_removed is None else 1e4 * s.sampling_variance_removed, n),
@@ -123,20 +123,8 @@ def figure_table(judged: Judged) -> Table:
 
 def attribute_tables(run: Run) -> list[Table]:
     """What a user of fairlearn expects: rates by group of clients, and by every attribute of the records."""
-    confusion = run.confusion
-    if confusion.empty:
-        return []
-    classes = int(run.facts.get("classes", 0))
-    positive = run.config.get("fairness", {}).get("positive", 1 if classes == 2 else None)
-    group = run.clients["group"].to_numpy()
-    everyone = confusion[confusion["attribute"] == ""]
-    of = {"group of clients": everyone.assign(value=group[everyone["client"].to_numpy()])}
-    of |= {name: confusion[confusion["attribute"] == name] for name in run.facts.get("attributes", {})}
-    tables = []
-    for name, counts in of.items():
-        if counts["value"].nunique() > 1 and (positive is not None or name != "group of clients"):
-            tables += _rates(name, counts, positive)
-    return tables
+    found = run.confusions().items()
+    return [table for name, counts in found for table in _rates(name or "group of clients", counts, run.positive)]
 
 
 def _rates(name: str, counts: pd.DataFrame, positive: int | None) -> list[Table]:
@@ -155,7 +143,7 @@ def _rates(name: str, counts: pd.DataFrame, positive: int | None) -> list[Table]
     return [
         Table(f"rates-{key}", f"By {name}, over test records.{class_}", [name, *columns], rows),
         Table(
-            f"differences-{key}", f"Largest differences by {name}. Intervals: bootstrap over clients.",
+            f"differences-{key}", f"Largest differences by {name}. Intervals: bootstrap, 1,000 draws.",
             ["difference", "value", "95% interval", "n"], differences,
         ),
     ]  # fmt: skip
@@ -165,27 +153,18 @@ def _plain_range(found: Interval) -> str:
     return "" if math.isnan(found.low) else f"{found.low:.3f} to {found.high:.3f}"
 
 
-def cost_tables(run: Run, judged: Judged) -> list[Table]:
+def cost_tables(run: Run) -> list[Table]:
     """What privacy has cost each group, against a model of its pooled records."""
     rows, fairness = [], []
-    for metric, split, better in ((judged.metric, "test", judged.better), ("loss", "train", False)):
-        reference = run.scores(metric, split=split, model="reference")
-        served = run.scores(metric, split=split)
-        if reference.empty or served.empty:
-            return []
-        values = [table.iloc[-1].to_numpy() for table in (served, reference)]
-        both = ~np.isnan(values[0]) & ~np.isnan(values[1])
-        group = run.clients["group"].to_numpy()[both]
-        cost = privacy_cost(values[0][both], values[1][both], group, higher_is_better=better)
-        fairness.append(
-            f"{'F_acc' if metric == 'accuracy' else f'F_{metric}'} = {cost.fairness:.3f} (n = {cost.clients:,})"
-        )
-        rows += [[words(name), words(f"{metric} ({split})"), number(value)] for name, value in cost.by_group.items()]
+    for metric, cost in run.costs().items():
+        fairness.append(f"{fairness_symbol(metric)} = {cost.fairness:.3f} (n = {cost.clients:,})")
+        of = "loss, training records" if metric == "loss" else f"{metric}, test records"
+        rows += [[words(name), words(of), number(value)] for name, value in cost.by_group.items()]
     caption = (
-        f"What privacy costs against a model of each group's pooled records, trained without privacy, for evaluation "
+        "What privacy costs against a model of each group's pooled records, trained without privacy, for evaluation "
         f"only. Largest difference of that cost between two clients: {', '.join(fairness)}."
     )
-    return [Table("cost", caption, ["group", "of", "cost"], rows)]
+    return [Table("cost", caption, ["group", "in", "cost"], rows)] if rows else []
 
 
 def client_table(run: Run, judged: Judged) -> Table:
