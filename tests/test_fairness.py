@@ -160,7 +160,7 @@ def test_rates_by_hand() -> None:
             "equal opportunity": 6 / 8 - 5 / 9,
         }
     )
-    assert {(interval.n, interval.unit) for interval in apart.values()} == {(2, "clients")}
+    assert {(interval.n, interval.unit) for interval in apart.values()} == {(32, "test records")}  # client 1 has no f
 
 
 def test_without_a_positive_class_there_is_the_accuracy() -> None:
@@ -223,14 +223,26 @@ def test_every_replicate_is_that_of_fairlearn() -> None:
 
 @pytest.mark.statistical
 def test_replicates_that_are_not_defined_are_left_out() -> None:
-    """Only client 0 has the value "b": among two drawn it is missing in a quarter of the draws.
+    """Clients 0 and 1 have the value "b", client 2 has not: among three drawn it is missing in one of 27 draws.
 
-    4,000 draws, so 3,000 with a deviation of sqrt(4000 * 3/16) = 27: allowed 140. False alarms: 3e-7.
+    4,000 draws, so 3,852 with a deviation of sqrt(4000 * 26)/27 = 12: allowed 62. False alarms: 3e-7.
     """
-    confusion = table((0, "a", 1, 1, 5), (0, "b", 1, 0, 5), (0, "b", 0, 0, 5), (1, "a", 0, 0, 9))
-    found = group_differences(confusion, 1, draws=4000)["accuracy"]
-    assert found.draws == pytest.approx(3000, abs=140)
+    with_b = [(c, *row) for c in (0, 1) for row in (("a", 1, 1, 5), ("b", 1, 0, 5), ("b", 0, 0, 5))]
+    found = group_differences(table(*with_b, (2, "a", 0, 0, 9)), 1, draws=4000)["accuracy"]
+    assert found.draws == pytest.approx(3852, abs=62)
     assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)  # a is always right, b half the time
+
+
+@pytest.mark.statistical
+def test_where_a_value_has_one_client_its_records_are_redrawn() -> None:
+    """Two sites, right in 60 of 100 and 180 of 200: the difference of two binomial shares, so its deviation is
+    sqrt(.6 * .4/100 + .9 * .1/200) = .0534. Quantiles of 10,000 draws are within .15 of it. False alarms: below 1e-5.
+    """
+    confusion = table((0, "x", 1, 1, 60), (0, "x", 1, 0, 40), (1, "y", 0, 0, 180), (1, "y", 0, 1, 20))
+    found = group_differences(confusion, None, draws=10_000)["accuracy"]
+    assert (found.value, found.n, found.unit) == (pytest.approx(0.3), 300, "test records")
+    assert found.low == pytest.approx(0.3 - 1.96 * 0.0534, abs=0.15 * 0.0534)
+    assert found.high == pytest.approx(0.3 + 1.96 * 0.0534, abs=0.15 * 0.0534)
 
 
 @pytest.mark.statistical
@@ -270,9 +282,9 @@ def test_what_is_not_defined_is_nan(missing: pd.DataFrame, undefined: set[str]) 
     assert rates.isna().sum().sum() == (1 if len(missing) else 0)
 
 
-def test_a_single_client_has_no_interval() -> None:
+def test_of_a_single_client_the_records_are_redrawn() -> None:
     found = group_differences(SMALL[SMALL["client"] == 0], 1)["demographic parity"]
-    assert found.value == pytest.approx(abs(7 / 12 - 5 / 10)) and math.isnan(found.low) and found.n == 1
+    assert found.value == pytest.approx(abs(7 / 12 - 5 / 10)) and (found.n, found.unit) == (22, "test records")
 
 
 def test_counts_of_zero_are_no_records() -> None:

@@ -105,11 +105,11 @@ def figure_table(judged: Judged) -> Table:
     """Every figure over clients, each with what it is."""
     s, n = judged.summary, f"{judged.summary.clients:,} clients"
     tenth = f"{math.ceil(0.1 * s.clients):,} of {n}"
-    groups = len(s.by_group)
     figures = [
         ("mean", s.mean, n), ("worst client", s.worst, n), ("best client", s.best, n),
         ("worst 10%", s.worst_10_percent, tenth), ("best 10%", s.best_10_percent, tenth),
-        ("largest gap between two clients", s.disparity, n), ("gap between groups of clients", s.gap, f"{groups} groups"),
+        ("largest gap between two clients", s.disparity, n),
+        ("gap between groups of clients", s.gap, f"{len(s.by_group)} groups"),
         ("standard deviation over clients", s.deviation, n), ("variance x 10,000", 1e4 * s.variance, n),
         ("variance x 10,000 without what small tests add",
          None if s.sampling_variance_removed is None else 1e4 * s.sampling_variance_removed, n),
