@@ -70,7 +70,7 @@ def _by_round(run: Run, posted: Sequence[tuple[int, Mechanism, str]]) -> pd.Data
     """Cumulative epsilon, shared out among the kinds of release in proportion to their Renyi divergence at the order
     that is best for the total (epsilons of kinds do not add up)."""
     kinds, numbers = list(dict.fromkeys(kind for *_, kind in posted)), sorted({number for number, *_ in posted})
-    curves = {mechanism: rdp_curve(mechanism.event) for _, mechanism, _ in posted if without_leaks({mechanism: 1})}
+    curves = {m: rdp_curve(m.event) for m in without_leaks(Counter(mechanism for _, mechanism, _ in posted))}
     places = np.unique(np.linspace(0, len(numbers) - 1, MOST_PRICES).round().astype(int))
     wanted = {numbers[place] for place in places}
     sums = {kind: np.zeros(len(ORDERS)) for kind in kinds}

@@ -46,6 +46,7 @@ STYLE: Any = {
     "figure.constrained_layout.use": True,
 }
 SHARES = ("accuracy", "clipped")  # metrics that are shares of something
+MOST_DRAWN = 2000  # points that are each an element of the picture; more are pixels, or the page would grow with them
 LONGEST = 22  # characters of a name in a legend
 
 

@@ -14,7 +14,7 @@ from matplotlib.patches import Ellipse, Patch
 from matplotlib.ticker import MaxNLocator
 
 from fairveil.reading import Run
-from fairveil.report.chart import COLOURS, Chart, legend_below, new_axes, shape_of, shortened, styled
+from fairveil.report.chart import COLOURS, MOST_DRAWN, Chart, legend_below, new_axes, shape_of, shortened, styled
 
 MOST_MODELS = 12  # beyond it every client has a model of its own, and there are no clusters to show
 MOST_SEGMENTS = 2000
@@ -56,7 +56,8 @@ def cluster_plane(run: Run) -> Chart | None:
             for number, name in enumerate(names):
                 dots = plane[inside & (group == name)]
                 size = 34 if len(plane) <= 100 else 12
-                axes.scatter(dots[:, 0], dots[:, 1], size, colour, marker=shape_of(number), alpha=0.9)
+                many = len(plane) > MOST_DRAWN
+                axes.scatter(dots[:, 0], dots[:, 1], size, colour, marker=shape_of(number), alpha=0.9, rasterized=many)
         axes.set_xlabel("first principal direction of the updates")
         axes.set_ylabel("second")
         axes.margins(0.12)
@@ -66,7 +67,7 @@ def cluster_plane(run: Run) -> Chart | None:
             (Patch(color=COLOURS[c % len(COLOURS)]), f"cluster {c}") for c in np.unique(label)[:MOST_MODELS].tolist()
         ]
         entries += [
-            (Line2D([], [], marker=shape_of(number), color="#444444", linestyle=""), f"group {name}")
+            (Line2D([], [], marker=shape_of(number), color="#444444", linestyle=""), str(name))
             for number, name in enumerate(names[:MOST_MODELS])
         ]
         legend_below(figure, entries)
@@ -91,7 +92,8 @@ def assignment_ribbon(run: Run) -> Chart | None:
         return None
     group = run.clients["group"].to_numpy()
     names = list(dict.fromkeys(group))
-    order = np.argsort([names.index(name) for name in group], kind="stable")
+    ends = table.iloc[[-1, 0]].fillna(-1).to_numpy()
+    order = np.lexsort([ends[1], ends[0], [names.index(name) for name in group]])  # those served alike side by side
     values, rounds = table.to_numpy()[:, order].T, table.index.to_numpy()
     models = int(np.nanmax(values)) + 1
     with styled():

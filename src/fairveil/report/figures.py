@@ -15,6 +15,7 @@ from fairveil.reading import Run
 from fairveil.report.chart import (
     COLOURS,
     GREY,
+    MOST_DRAWN,
     SHARES,
     Chart,
     as_percent,
@@ -75,8 +76,9 @@ def client_dots(run: Run) -> Chart | None:
         for number, (group, part) in enumerate(table.groupby("group", sort=False)):
             colour, size = COLOURS[number % len(COLOURS)], 26 if len(table) <= 60 else 10
             dots = axes.scatter(
-                part.index + 1, part[metric], size, colour, marker=shape_of(number), linewidths=0, alpha=0.85
-            )
+                part.index + 1, part[metric], size, colour, marker=shape_of(number), linewidths=0, alpha=0.85,
+                rasterized=len(table) > MOST_DRAWN,
+            )  # fmt: skip
             if number < MOST_LINES:
                 entries.append((dots, str(group)))
         mean = float(table[metric].mean())
