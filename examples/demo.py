@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fairveil
+from fairveil.report import write_report
 from fairveil.terminal import RoundBar, print_result
 
 EXAMPLES = Path(__file__).parent / "digits"
@@ -47,6 +48,8 @@ def main() -> None:
         "harder to tell apart, and 143 records at a client are few.",
         soft_wrap=True,
     )
+    page = write_report(results["r-dpcfl"].folder)
+    console.print(f"All of it to look at, in a browser: {page}", soft_wrap=True)
 
 
 if __name__ == "__main__":  # worker processes import this file
