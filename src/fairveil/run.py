@@ -50,6 +50,7 @@ class RoundReport:
     epsilon: float  # planned
     epsilon_spent: float  # an upper bound
     summary: Summary | None  # of accuracy or error, if this round was evaluated
+    folder: Path  # of the run
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,9 @@ def begin(plan: Plan, store: Store) -> None:
             "features": federation.features, "classes": federation.classes,
             "record": federation.record, "dataset": federation.name, "holders": plan.holders,
             "common_tests": federation.common_tests, "parameters": plan.facts.parameters,
-            "attributes": dict(federation.attributes),
+            "attributes": dict(federation.attributes), "tokens": federation.tokens,
+            "model_options": dict(plan.model.spec.options),  # with what the data added to those of the config
+            "declared_sizes": [int(plan.facts.size.min()), int(plan.facts.size.max())],
         }  # fmt: skip
         facts |= versions() | {"settled": json.dumps(plan.settled), "facts": json.dumps(made_of)}
         store.save_units(plan.units, clients, facts)
@@ -357,7 +360,8 @@ class _Gauge:
             posted = {frozenset(counts.items()) for counts in self.plan.by_record(self.store.ledger.posted())}
             curves = [np.sum([n * self.curves[what] for what, n in counts], axis=0) for counts in posted]
             spent = min(spent, max((rdp_epsilon(curve, privacy.delta) for curve in curves), default=0.0))
-        return RoundReport(number, self.plan.algorithm.rounds, self.plan.price.epsilon, spent, summary)
+        rounds, folder = self.plan.algorithm.rounds, self.store.folder
+        return RoundReport(number, rounds, self.plan.price.epsilon, spent, summary, folder)
 
 
 def _newest_run(config: RunConfig, runs: Path) -> Path:

@@ -100,21 +100,23 @@ def save_clusters(plan: Plan, store: Store, state: object) -> None:
 
 
 def save_models(plan: Plan, store: Store, served: Served, scales: tuple[np.ndarray, np.ndarray] | None) -> None:
-    """The served models under the module's own parameter names, one prefix for each row."""
+    """The served models under the module's own parameter names, one prefix for each row.
+
+    Models that clients keep to themselves stay in the checkpoint; what all need to use theirs is written instead.
+    """
+    metadata: dict[str, Any] = {"model": plan.config.model.name}
+    if scales and plan.federation.standardise:  # what its inputs must be standardised by
+        columns = plan.federation.standardise.columns
+        metadata["standardise"] = {"columns": columns, "mean": scales[0].tolist(), "scale": scales[1].tolist()}
     if not isinstance(served, Pick):
+        store.write("models/personal.json", json.dumps(metadata).encode())
         return
+    metadata["row_of_client"] = np.asarray(served.index).tolist()
     tensors = {
         f"{row}/{name}": value.contiguous()
         for row, weights in enumerate(served.rows)
         for name, value in plan.model.unflatten(weights.clone()).items()
     }
-    metadata: dict[str, Any] = {
-        "model": plan.config.model.name,
-        "row_of_client": np.asarray(served.index).tolist(),
-    }
-    if scales and plan.federation.standardise:  # what its inputs must be standardised by
-        columns = plan.federation.standardise.columns
-        metadata["standardise"] = {"columns": columns, "mean": scales[0].tolist(), "scale": scales[1].tolist()}
     store.write("models/served.safetensors", save(tensors, {"fairveil": json.dumps(metadata)}))
 
 

@@ -181,12 +181,7 @@ class Store:
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that can be read, or None before the first round is done."""
-        for path in sorted((self.folder / "checkpoints").glob("round-*.safetensors"), reverse=True):
-            try:
-                return _read_checkpoint(path)
-            except Exception:  # damaged by the disk itself: the one before it gives the same run
-                continue
-        return None
+        return latest_checkpoint(self.folder)
 
     # ---- reading and writing -----------------------------------------------------------------------
 
@@ -254,6 +249,16 @@ class Store:
             return path.read_text()
         except OSError as error:
             raise _unwritable(self.folder, error) from error
+
+
+def latest_checkpoint(folder: Path) -> Checkpoint | None:
+    """What `Store.latest` gives, without holding the folder."""
+    for path in sorted((folder / "checkpoints").glob("round-*.safetensors"), reverse=True):
+        try:
+            return _read_checkpoint(path)
+        except Exception:  # damaged by the disk itself: the one before it gives the same run
+            continue
+    return None
 
 
 def _columns(scores: Sequence[Score]) -> Iterator[tuple[Any, ...]]:
