@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fairveil.config import RunConfig, load_config, make_config
     from fairveil.errors import PrivacyError, RunFault, UserError
+    from fairveil.export import Exported, export_run, load_model
     from fairveil.plan import Plan, make_plan
     from fairveil.reading import Run, load_run
     from fairveil.run import Interrupted, RunResult, resume_run, run_plan, start_run
     from fairveil.sweep import Sweep, SweepResult, load_sweep, run_sweep
 
 __all__ = [
+    "Exported",
     "Interrupted",
     "Plan",
     "PrivacyError",
@@ -30,7 +32,9 @@ __all__ = [
     "Sweep",
     "SweepResult",
     "UserError",
+    "export_run",
     "load_config",
+    "load_model",
     "load_run",
     "load_sweep",
     "make_config",
@@ -40,7 +44,7 @@ __all__ = [
     "run_sweep",
     "start_run",
 ]
-_HOMES = ("errors", "config", "plan", "reading", "run", "sweep")
+_HOMES = ("errors", "config", "plan", "reading", "run", "sweep", "export")
 
 
 def __getattr__(name: str) -> Any:

@@ -163,6 +163,27 @@ def run(
 
 
 @app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    folder: Annotated[Path | None, typer.Option("--out", help="Where to write; RUN/export if left out.")] = None,
+    client: Annotated[str | None, typer.Option(metavar="NAME", help="Only the model that serves this client.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the models as safetensors and ONNX, with a model card."""
+    from fairveil.export import export_run
+    from fairveil.reading import load_run
+
+    exported = export_run(load_run(run), folder, client)
+    for warning in exported.warnings:
+        err.print(f"Warning: {warning}", markup=False, soft_wrap=True)
+    if as_json:
+        print_json(exported.to_json())
+        return
+    for path in exported.files:
+        out.print(f"Wrote {path}", markup=False, soft_wrap=True)
+
+
+@app.command()
 def sweep(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The TOML config of a sweep; see docs/sweeps.md.")],
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; one for each core if left out.")] = None,

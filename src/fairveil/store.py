@@ -323,6 +323,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file whole or not at all; it is on disk when this returns."""
     beside = path.with_name(f".{path.name}.part")
     try:
+        beside.unlink(missing_ok=True)  # what a crash left there would keep its own mode
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.write(data)
             file.flush()
