@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -262,3 +263,13 @@ def test_without_the_packages_all_else_is_written(ran: Callable[..., Run], monke
     assert [path.name for path in exported.files] == ["model.safetensors", "MODEL_CARD.md"]
     assert [warning for warning in exported.warnings if "pip install 'fairveil[onnx]'" in warning]
     assert "onnxruntime" not in exported.files[-1].read_text()
+
+
+def test_the_document_shows_how_to_load_it(ran: Callable[..., Run]) -> None:
+    folder = fairveil.export_run(ran()).folder
+    text = (Path(__file__).parents[1] / "docs" / "export.md").read_text().replace("runs/NAME/export", str(folder))
+    values: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, values)
+        assert values["scores"].shape == (3, 10)
+    assert torch.equal(values["module"](torch.ones(1, 1, 8, 8)), values["model"](torch.ones(1, 1, 8, 8)))

@@ -127,13 +127,17 @@ def run(
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
     runs: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
+    track: Annotated[
+        list[str] | None, typer.Option(metavar="KIND", help="Follow it in tensorboard, or mlflow; or both.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train, privately. Ctrl-C stops after saving; --resume goes on to the same result."""
     from fairveil.config import load_config
     from fairveil.errors import UserError
     from fairveil.plan import make_plan
-    from fairveil.run import Interrupted, resume_run, run_plan
+    from fairveil.run import Interrupted, RoundReport, resume_run, run_plan
+    from fairveil.tracking import trackers
 
     if resume and settings:
         raise UserError(
@@ -143,16 +147,22 @@ def run(
         )
     if not resume and config.is_dir():
         raise UserError(f"{config} is a folder.", "A new run starts from a config.", f"fairveil run {config} --resume")
+    tracking = trackers(track or (), tell=lambda text: err.print(f"Warning: {text}", markup=False, soft_wrap=True))
     try:
         wanted = None if resume else _with_data(load_config(config, settings or ()))
-        with RoundBar() as bar:
+        with RoundBar() as bar, tracking:
+
+            def show(report: RoundReport) -> None:
+                bar.show(report)
+                tracking.show(report)
+
             if wanted is None:
-                result = resume_run(config, runs=runs, progress=bar.show)
+                result = resume_run(config, runs=runs, progress=show)
             else:
                 planned = make_plan(wanted)
                 if planned.note:
                     err.print(f"Note: {planned.note}", soft_wrap=True)
-                result = run_plan(planned, runs=runs, progress=bar.show)
+                result = run_plan(planned, runs=runs, progress=show)
     except (Interrupted, KeyboardInterrupt) as stopped:
         err.print(str(stopped) or "Stopped. `fairveil list runs` shows what was begun.", markup=False, soft_wrap=True)
         raise typer.Exit(130) from None

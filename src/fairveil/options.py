@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -23,6 +24,14 @@ def shown(value: Any) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {shown(inner)}" for key, inner in value.items()) + " }" if value else "{}"
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def flattened(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """A nested table as one level, its keys joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flattened(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return flat
 
 
 def parse(model: type[M], values: Any, key: str = "") -> M:

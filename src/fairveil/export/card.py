@@ -16,6 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from fairveil.algorithms import ALGORITHMS
 from fairveil.export.models import ServedModel
 from fairveil.metrics import summarise
+from fairveil.options import flattened
 from fairveil.privacy.statement import rounded_up
 from fairveil.reading import Run
 
@@ -134,14 +135,6 @@ def _settings(run: Run) -> dict[str, str]:
         "privacy": config["privacy"],
     }
     return {key: json.dumps(value, ensure_ascii=False) for key, value in flattened(sections).items()}
-
-
-def flattened(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """A nested table as one level, its keys joined by dots."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flattened(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
-    return flat
 
 
 def _load(run: Run, name: str, *, onnx: bool) -> dict[str, Code]:
