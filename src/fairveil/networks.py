@@ -279,7 +279,7 @@ class LSTMLayer(nn.Module):
     def forward(self, x: Tensor, token: Tensor) -> Tensor:
         """The state after each step (n, length, hidden), for x (n, length, width); it stays where token is False."""
         driven = self.input(x)
-        state = cell = driven.new_zeros(len(x), self.hidden)
+        state = cell = driven.new_zeros(x.shape[0], self.hidden)  # len(x) would fix the batch of a graph
         states = []
         for step in range(x.shape[1]):
             entry, forget, candidate, leave = (driven[:, step] + self.state(state)).chunk(4, dim=1)

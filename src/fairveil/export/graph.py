@@ -41,7 +41,7 @@ def onnx_bytes(module: nn.Module, features: Sequence[int], about: Mapping[str, s
 
     records = _records(2, features)
     try:
-        with _quiet():
+        with _quiet(), torch.no_grad():
             program = torch.onnx.export(
                 module, (records,), dynamo=True, input_names=[INPUT], output_names=[OUTPUT],
                 dynamic_shapes=({0: "batch"},), verbose=False,
@@ -69,8 +69,7 @@ def _check_same(graph: Any, module: nn.Module, records: Tensor) -> None:
     """Refuse a graph that computes something else: a branch that depended on the values is frozen in a trace."""
     from onnx.reference import ReferenceEvaluator
 
-    with torch.no_grad():
-        expected = module(records).numpy()
+    expected = module(records).numpy()
     evaluator: Any = ReferenceEvaluator(graph)
     (found,) = evaluator.run(None, {INPUT: records.numpy()})
     scale = float(np.abs(expected).max(initial=0.0))
