@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fairveil.config import make_config
 from fairveil.errors import UserError
-from fairveil.metrics import Summary
+from fairveil.fairness import summarise
 from fairveil.options import flattened
 from fairveil.reading import load_run
 from fairveil.run import Interrupted, RoundReport, resume_run, start_run
@@ -212,6 +213,6 @@ def test_every_group_has_a_name_that_trackers_take() -> None:
 
 
 def test_an_infinite_price_is_left_out() -> None:
-    summary = Summary(0.5, 0.4, 0.6, 0.4, 0.6, 0.2, 0.0, {"a/b": 0.5}, "a/b", 2)
+    summary = summarise(np.array([0.4, 0.6]), np.zeros(2, int), ["a/b"], higher_is_better=True)
     found = measured(RoundReport(1, 2, float("inf"), float("inf"), summary, Path()))
     assert found == {"mean": 0.5, "worst_group": 0.5, "worst_10_percent": 0.4, "disparity": 0.2, "group/a_b": 0.5}

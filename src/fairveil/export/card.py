@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 
 from fairveil.algorithms import ALGORITHMS
 from fairveil.export.models import ServedModel
-from fairveil.metrics import summarise
+from fairveil.fairness import summarise
 from fairveil.options import flattened
 from fairveil.privacy.statement import rounded_up
 from fairveil.reading import Run
