@@ -138,8 +138,14 @@ def test_a_kept_model_takes_raw_records_too(small: dict[str, Any], tmp_path: Pat
     table = pd.DataFrame({"x": x, "client": np.arange(200) % 4, "y": (x > 120).astype(int)})
     table.to_csv(tmp_path / "t.csv", index=False)
     prepare = {"x": {"kind": "standard", "low": 0.0, "high": 200.0}}
-    data = {"dataset": "file", "options": {"path": str(tmp_path / "t.csv"), "prepare": prepare}}
-    config = make_config(small | {"data": data, "algorithm": {"name": "own:Alone", "rounds": 2}})
+    options = {
+        "path": str(tmp_path / "t.csv"),
+        "prepare": prepare,
+        "statistics_noise": 0.01,
+    }  # the path decides the noise
+    data = {"dataset": "file", "options": options}
+    algorithm, privacy = {"name": "own:Alone", "rounds": 2}, {"noise_multiplier": 0.0, "delta": 1e-3}
+    config = make_config(small | {"data": data, "algorithm": algorithm, "privacy": privacy})
     run = load_run(start_run(config, runs=runs).folder)
     path = fairveil.export_run(run, client="2").files[0]
     test = config.build_federation().load(2).test

@@ -57,6 +57,7 @@ def make_table(sweep: Sweep, results: Mapping[Cell, Mapping[str, Any]], errors: 
         for metric, summary in result.items():
             if isinstance(summary, dict) and "by_group" in summary:
                 row |= _figures(metric, summary)
+        row |= _between_groups(result.get("fairness", {}))
         row |= {f"clusters_{key}": result["clusters"][key] for key in CLUSTERS if "clusters" in result}
         rows.append(row)
     table = pd.DataFrame(rows, columns=list(dict.fromkeys(key for row in rows for key in row)))
@@ -82,6 +83,17 @@ def _figures(metric: str, summary: Mapping[str, Any]) -> dict[str, Any]:
         **{f"{metric}_{figure}": summary[figure] for figure in FIGURES if summary.get(figure) is not None},
         **by_group,
     }
+
+
+def _between_groups(fairness: Mapping[str, Any]) -> dict[str, Any]:
+    """F_acc and F_loss; differences of rates as "sex: equalised odds"."""
+    row = {}
+    for name, found in fairness.items():
+        if "value" in found:
+            row[name] = found["value"]
+        else:
+            row |= {f"{name}: {what}": interval["value"] for what, interval in found.items()}
+    return row
 
 
 def _column(values: Sequence[Any]) -> pd.Series:
