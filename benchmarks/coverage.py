@@ -52,7 +52,7 @@ class Cell:
 def cells() -> Iterator[Cell]:
     """All settings."""
     for n in (3, 6, 20, 100):
-        yield Cell("mean", "clients", n)
+        yield Cell("mean", "clients", n, trials=20_000)
     for figure, apart, n in product(("worst group", "gap"), (0.0, 1.0), (3, 6, 20, 100)):
         yield Cell(figure, "clients", n, apart=apart)
     for accuracy, n in ((0.9, 20), (0.9, 100), (0.9, 1000), (0.99, 100), (0.99, 1000)):
