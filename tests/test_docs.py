@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -175,6 +176,57 @@ def test_the_tables_of_clusterings_are_those_of_the_bench() -> None:
     limit = table[table["count_found"] == ""].groupby(["clients", "dimension"])["perfect_given"]
     rows |= {f"| {n} | {p:,} | {' | '.join(f'{share:.2f}' for share in shares)} |" for (n, p), shares in limit}
     assert rows == shown
+
+
+def coverage_rows(table: pd.DataFrame) -> list[str]:
+    """The rows of the tables of docs/fairness.md, in their order."""
+    clients, seeds, records, values = (
+        table[table["unit"].eq(unit) & table["figure"].str.startswith("difference").eq(of_values)]
+        for unit, of_values in (("clients", False), ("seeds", False), ("test records", False), ("clients", True))
+    )
+
+    def row(name: str, cells: pd.Series) -> str:
+        return f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |"
+
+    found = [row("mean", clients[clients["figure"] == "mean"]["coverage"])]
+    for (figure, apart), part in clients.groupby(["figure", "apart"], sort=False):
+        found.append(row(f"{figure}, {'one is worse by 1' if apart else 'all are equal'}", part["coverage"]))
+    for apart, part in clients[clients["figure"] == "gap"].groupby("apart"):
+        found.append(row(f"{apart:.0f}", part["mean_value"]))
+    for between, part in seeds.groupby("between"):
+        found.append(row(f"{between:g}", part["coverage"]))
+    for accuracy, part in records.groupby("accuracy"):
+        found.append(row(f"{accuracy:g}", part.set_index("n")["coverage"].reindex([20, 100, 1000])).replace("nan", ""))
+    for apart, part in values.groupby("apart"):
+        found.append(row(f"{apart:g}", part["coverage"]))
+    return found
+
+
+def test_the_coverage_in_the_document_is_that_of_the_simulation() -> None:
+    table = pd.read_csv(ROOT / "docs/results/interval-coverage.csv")
+    assert table["commit"].nunique() == 1 and not table["commit"].str.contains("dirty").any()
+    text = (ROOT / "docs/fairness.md").read_text().partition("### When not to trust them")[2]
+    bodies = re.findall(r"^\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert "".join(bodies).splitlines() == coverage_rows(table)
+    values = table["figure"].str.startswith("difference")
+    assert table["coverage_error"][~values].max() <= 0.008 and table["coverage_error"][values].max() <= 0.016
+
+
+@pytest.mark.parametrize("name", ["global", "oracle", "local"])
+def test_the_intervals_in_the_document_can_be_made(
+    name: str, small: dict[str, Any], runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clients of a group share their test records: one model for all, one for each group, and one for each client."""
+    algorithm = small["algorithm"] | {"name": name}
+    result = fairveil.start_run(fairveil.make_config(small | {"algorithm": algorithm}), runs=runs)
+    code = block("docs/fairness.md", "python").replace("runs/mine", str(result.folder))
+    exec(code)
+    printed = capsys.readouterr().out
+    found = result.metrics["accuracy"]
+    values = [float(value) for value in re.findall(r"value=([^,]+)", printed)]
+    assert values == pytest.approx([found.mean, found.by_group[found.worst_group], found.gap])
+    unit = "n=5, unit='clients'" if name == "local" else "n=718, unit='test records'"  # two groups, 359 records each
+    assert printed.count(unit) == 3 and "nan" not in printed
 
 
 def test_the_pull_in_the_document_is_that_of_the_sweep() -> None:
