@@ -106,6 +106,26 @@ def bootstrap(
     return percentiles(value, found[:, 0], n, unit, level)
 
 
+def gap_by_chance(one: Sample, *, draws: int = 2000, seed: int = 0, level: float = 0.95) -> float:
+    """How large a gap between groups chance alone gives: if all were served alike, so many would be smaller.
+
+    Clients are dealt out to the groups at random; of shared test records every set is redrawn at the common accuracy.
+    NaN: a shared loss, which cannot be redrawn.
+    """
+    random, found = np.random.default_rng(seed), []
+    for rows in _chunks(draws, len(one.values)):
+        if one.shared is None:
+            values = random.permuted(np.broadcast_to(one.values, (rows, len(one.values))), axis=1)
+        elif one.tests is None:
+            return math.nan
+        else:
+            n, accuracy, place = _shared_sets(one.values, one.tests, one.shared)
+            common = min(1.0, float(n @ accuracy / n.sum()))
+            values = (random.binomial(n, common, size=(rows, len(n))) / n)[:, place]
+        found.append(gap_of(values, one.group))
+    return float(np.quantile(np.concatenate(found), level))
+
+
 def client_weights(clients: int, draws: int, random: np.random.Generator) -> Iterator[np.ndarray]:
     """How often each client was drawn, (part of the draws, clients) at a time."""
     for rows in _chunks(draws, clients):

@@ -12,7 +12,7 @@ from typing import Any
 import tomli_w
 
 from fairveil.fairness import group_differences
-from fairveil.intervals import gap_of, mean_of
+from fairveil.intervals import gap_by_chance, gap_of, mean_of
 from fairveil.privacy.statement import Statement, rounded_up
 from fairveil.reading import Run
 from fairveil.report.budget import Spending, budget_by_round, spending
@@ -99,7 +99,9 @@ def _verdict(run: Run, statement: Statement, spent: Spending, judged: Judged | N
     spread = float(by_group.max() - by_group.min())
     cards.append(Card(f"Mean {metric}", in_words(summary.mean, metric), in_range(mean, metric)))
     if run.attribute is None:
-        worst_note, gap_note = in_range(judged.interval(judged.worst), metric), in_range(gap, metric)
+        chance = gap_by_chance(judged.sample)
+        alone = "" if math.isnan(chance) else f"; chance alone gives up to {_points(chance, metric)}"
+        worst_note, gap_note = in_range(judged.interval(judged.worst), metric), in_range(gap, metric) + alone
     else:
         worst_note = gap_note = f"over test records, by {run.attribute}"
         if run.attribute in (found := run.confusions()):

@@ -30,7 +30,8 @@ class Judged:
         sizes = np.bincount(self.group, minlength=len(self.names))
         shared = None
         if run.facts.get("common_tests"):  # of the same group under the same model: one and the same score
-            _, shared = np.unique(np.stack([self.group, row[self.scored]]), axis=1, return_inverse=True)
+            sets, shared = np.unique(np.stack([self.group, row[self.scored]]), axis=1, return_inverse=True)
+            shared = shared if sets.shape[1] < len(self.values) else None  # every client its own model: no two alike
         elif sizes[sizes > 0].max() == 1:  # named sites, and they are all there are
             shared = np.arange(len(self.values))
         known = self.better and not np.isnan(self.tests).any()
