@@ -47,7 +47,8 @@ class Judged:
         values = run.scores(run.main)
         if values.empty or values.iloc[-1].isna().all():
             return None
-        row = run.assignment().iloc[-1].fillna(-1).to_numpy()
+        row = run.assignment().iloc[-1].to_numpy()
+        row = np.where(np.isnan(row), -1 - np.arange(len(row)), row)  # a model that a client keeps is no one else's
         return cls(run, values.iloc[-1].to_numpy(), run.counts(run.main).iloc[-1].to_numpy(), row)
 
     def interval(self, statistic: Statistic) -> Interval:
