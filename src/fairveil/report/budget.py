@@ -50,7 +50,7 @@ def spending(run: Run) -> Spending:
     promised: Counter[Mechanism] = Counter({m: n for m, n in planned.items() if m is not None})
     spent = Counter(mechanism for _, mechanism, _ in known)
     total = _priced(run, promised)
-    by_round = _by_round(run, known) if math.isfinite(total.epsilon) else pd.DataFrame()
+    by_round = _by_round(run, known) if known and math.isfinite(total.epsilon) else pd.DataFrame()
     return Spending(unit, total, _priced(run, spent), by_round)
 
 
