@@ -283,10 +283,9 @@ def watch(
     """The same page on this machine's own address while the run goes on, until Ctrl-C."""
     from fairveil.watch import Watch
 
-    with Watch(folder, port) as server:
+    with Watch(folder, port) as server, suppress(KeyboardInterrupt):
         out.print(f"Watching {folder} at {server.address} (Ctrl-C ends it).", markup=False, soft_wrap=True)
-        with suppress(KeyboardInterrupt):
-            server.serve_forever()
+        server.serve_forever()
 
 
 data = typer.Typer(no_args_is_help=True, help="The files of published datasets: list, get and check them.")

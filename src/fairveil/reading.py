@@ -251,7 +251,10 @@ def load_run(path: Path | str) -> Run:
         rounds = pd.read_sql_query("SELECT round, seconds FROM round ORDER BY round", database)
     if clients.empty:
         raise UserError(f"{folder} holds nothing yet.", "The run is still being planned.", "wait for its first round")
-    config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    try:
+        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunFault(f"{folder} could not be read: its config.toml is damaged ({error}).") from error
     statement = _json(folder / "statement.json")
     if statement is None:
         raise UserError(f"{folder} holds no statement.", "The run is still being planned.", "wait for its first round")

@@ -6,7 +6,9 @@ own name point here would see nothing. What is served are evaluations without no
 
 from __future__ import annotations
 
+import sys
 import threading
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,7 +21,10 @@ from fairveil.store import is_held
 
 LOCAL = "127.0.0.1"
 CALLED = ("127.0.0.1", "localhost")
-WATCHED = ("run.sqlite", "run.sqlite-wal", "result.json", "statement.json", "failure.txt", "clusters.json")
+WATCHED = (
+    "config.toml", "sweep.toml", "run.sqlite", "run.sqlite-wal", "result.json", "statement.json", "failure.txt",
+    "clusters.json",
+)  # fmt: skip
 
 
 class Watch(ThreadingHTTPServer):
@@ -52,13 +57,14 @@ class Watch(ThreadingHTTPServer):
         with self._drawing:
             stamp = self.stamp()
             if stamp != self._drawn[0]:
-                self._drawn = stamp, self._page().html(watched=True).encode()
+                self._drawn = stamp, self._html(stamp).encode()
             return self._drawn[1]
 
     def stamp(self) -> str:
         """Changes whenever the folder does."""
-        cells = self.folder / "cells"
-        folders = [self.folder, *(sorted(cells.iterdir()) if cells.is_dir() else [])]
+        folders = [self.folder]
+        with suppress(OSError):  # of a run, or gone
+            folders += sorted((self.folder / "cells").iterdir())
         marks = []
         for place, folder in enumerate(folders):
             marks.append(str(is_held(folder)))
@@ -70,11 +76,21 @@ class Watch(ThreadingHTTPServer):
                 marks.append(f"{place} {name} {found.st_mtime_ns} {found.st_size}")
         return str(hash(tuple(marks)))
 
-    def _page(self) -> Page:
+    def _html(self, stamp: str) -> str:
         try:
-            return build_page(self.folder)
+            return build_page(self.folder).html(stamp=stamp)
         except (UserError, RunFault, PrivacyError) as error:  # not planned yet, or in the middle of a write
-            return Page(self.folder.name, "", [Section("wait", "Not yet", [Text(str(error), plain=True)])], "Waiting.")
+            why = str(error)
+        except Exception as error:  # whatever has become of the folder: the next page may be a good one
+            why = f"{type(error).__name__}: {error}"
+        return Page(self.folder.name, "", [Section("wait", "Not yet", [Text(why, plain=True)])], "Waiting.").html(
+            stamp=stamp
+        )
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader who is gone in the middle of an answer is no fault."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 def _check(folder: Path) -> None:
@@ -88,14 +104,16 @@ class _Handler(BaseHTTPRequestHandler):
     server: Watch
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "fairveil", ""
+    timeout = 60  # seconds for a reader who says nothing
 
     def do_GET(self) -> None:
         host = (self.headers.get("Host") or "").rsplit(":", 1)[0]
+        asked = self.requestline.split()[1]  # `path` would take // for /
         if host not in CALLED:
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"This page is for this machine only.\n")
-        elif self.path == "/":
+        elif asked == "/":
             self._answer(HTTPStatus.OK, "text/html", self.server.page())
-        elif self.path == "/stamp":
+        elif asked == "/stamp":
             self._answer(HTTPStatus.OK, "text/plain", self.server.stamp().encode())
         else:
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"There is one page: /\n")
@@ -106,7 +124,6 @@ class _Handler(BaseHTTPRequestHandler):
         raise AttributeError(name)
 
     def _refuse(self) -> None:
-        self.close_connection = True  # what else it sends is not read
         self._answer(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"GET only.\n")
 
     def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
@@ -120,8 +137,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cross-Origin-Resource-Policy", "same-origin")
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET")
+            self.send_header("Connection", "close")  # what else it sends is not read
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: a page that asks every two seconds would fill the terminal."""

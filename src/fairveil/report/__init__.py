@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
-from fairveil.errors import UserError
+from pandas.errors import DatabaseError
+
+from fairveil.errors import RunFault, UserError
 from fairveil.reading import load_run
 from fairveil.report.chart import Chart
 from fairveil.report.page import Page
@@ -21,11 +24,15 @@ def build_page(path: Path | str) -> Page:
 
     Raises:
         UserError: it is neither.
+        RunFault: it is damaged.
     """
     folder = Path(path)
-    if (folder / "sweep.toml").exists():
-        return sweep_page(read_sweep(folder))
-    return run_page(load_run(folder))
+    try:
+        if (folder / "sweep.toml").exists():
+            return sweep_page(read_sweep(folder))
+        return run_page(load_run(folder))
+    except (sqlite3.DatabaseError, DatabaseError) as error:  # pandas has one of its own
+        raise RunFault(f"{folder} could not be read: its database is damaged ({error}).") from error
 
 
 def write_report(path: Path | str, out: Path | None = None) -> Path:

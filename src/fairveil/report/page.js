@@ -74,18 +74,19 @@ document.addEventListener("scroll", hide, { passive: true });
 read();
 
 // A watched page asks what is new, and takes over the sections that changed; how tables were sorted is kept.
-let stamp = null;
+let stamp = document.body.dataset.stamp;
 
 async function refresh() {
   try {
     const told = await (await fetch("/stamp", { cache: "no-store" })).text();
-    if (stamp !== null && told !== stamp) {
+    if (told !== stamp) {
       const answer = await fetch("/", { cache: "no-store" });
       if (!answer.ok) throw new Error(answer.statusText);
-      const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
+      const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
       const sorted = [...document.querySelectorAll("th[aria-sort]")].map((heading) =>
         [heading.closest("table").id, heading.cellIndex, heading.getAttribute("aria-sort")]);
-      document.querySelector("main").replaceWith(fresh);
+      document.querySelector("main").replaceWith(fresh.querySelector("main"));
+      stamp = fresh.body.dataset.stamp;
       read();
       for (const [id, column, order] of sorted) {
         const heading = document.getElementById(id)?.tHead.rows[0].cells[column];
@@ -93,12 +94,11 @@ async function refresh() {
       }
       hide();
     }
-    stamp = told;
   } catch (error) {
-    const state = document.getElementById("state");
-    if (state) state.textContent = "The server of this page has stopped; what is shown is the last it told.";
+    stamp = null; // should it come back, all is asked for again
+    document.getElementById("state").textContent = "The server of this page has stopped; what is shown is the last it told.";
   }
   setTimeout(refresh, 2000);
 }
 
-if ("watched" in document.body.dataset) refresh();
+if (stamp) refresh();

@@ -100,11 +100,11 @@ class Page:
     sections: Sequence[Section]
     state: str = ""  # how far it is, for who watches
 
-    def html(self, *, watched: bool = False) -> str:
+    def html(self, *, stamp: str = "") -> str:
         """One file, which opens without a network.
 
         Args:
-            watched: served by `fairveil watch`: it then asks its server for news.
+            stamp: of what is shown, if the page is served by `fairveil watch`: it then asks its server for news.
         """
         folder = files("fairveil.report")
         script, style, template = ((folder / f"page.{end}").read_text("utf-8") for end in ("js", "css", "html"))
@@ -114,7 +114,7 @@ class Page:
         charts = [block for section in self.sections for block in section.blocks if isinstance(block, Chart)]
         data = {chart.key: {"marks": chart.places(), "csv": chart.csv()} for chart in charts}
         return environment.from_string(template).render(
-            page=self, watched=watched, style=Markup(style), script=Markup(script), digest=digest,
+            page=self, stamp=stamp, style=Markup(style), script=Markup(script), digest=digest,
             pictures={chart.key: Markup(_labelled(chart)) for chart in charts},
             data=Markup(_in_script(data)), alone=[s for s in self.sections if s.blocks],
         )  # fmt: skip
