@@ -7,7 +7,9 @@ change their dashes and points their shapes. Texts are never read as formulas or
 from __future__ import annotations
 
 import io
+import math
 import re
+import unicodedata
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +50,8 @@ STYLE: Any = {
 SHARES = ("accuracy", "clipped")  # metrics that are shares of something
 MOST_DRAWN = 2000  # points that are each an element of the picture; more are pixels, or the page would grow with them
 LONGEST = 22  # characters of a name in a legend
+ROOM, LINE = 4, 0.18  # lines of a legend that a figure has room for, and the inches of one more
+JOINERS = "\u200c\u200d"  # letters of some scripts, and faces, are made of parts that these hold together
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Chart:
     """A figure.
 
     Attributes:
-        key: names it among others, and its file of numbers.
+        key: names it among others, and its file of numbers: letters, digits and "-".
         caption: what is shown, over how many, and how to read it.
         figure: matplotlib's, to be saved in any form.
         data: the numbers that are drawn.
@@ -78,8 +82,8 @@ class Chart:
         text = file.getvalue()
         text = text[text.index("<svg") :]
         text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, count=1, flags=re.DOTALL)  # the page has it
-        # ids are names for the whole page: those of this picture get its name
-        text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{self.key}-", text)
+        # ids are names for the whole page: those of this picture get its name, and texts between its tags do not
+        text = re.sub("<[^>]*>", lambda tag: re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{self.key}-", tag[0]), text)
         return re.sub(
             r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img" class="picture">', text, count=1
         )
@@ -116,7 +120,8 @@ class Chart:
 def styled() -> Iterator[None]:
     """Matplotlib as it is meant here; what a user has set is put back."""
     with mpl.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a browser has more letters than this font
+        # a browser has more letters than this font
+        warnings.filterwarnings("ignore", "Glyph .* missing from font|Matplotlib currently does not support")
         mpl.rcdefaults()
         mpl.rcParams.update(STYLE)
         yield
@@ -147,7 +152,16 @@ def shortened(name: str, longest: int = LONGEST) -> str:
 
 def printable(text: str) -> str:
     """Without what neither a page nor a picture can hold."""
-    return "".join(letter for letter in text if letter.isprintable() or letter in "\n\t")
+
+    def holds(letter: str) -> bool:
+        return letter.isprintable() or letter in "\n\t" or letter in JOINERS or unicodedata.category(letter) == "Zs"
+
+    return text if text.isprintable() else "".join(filter(holds, text))
+
+
+def slug(text: str) -> str:
+    """A text as part of a key."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", text)
 
 
 def legend_below(figure: Figure, entries: Sequence[tuple[Artist, str]]) -> None:
@@ -156,6 +170,8 @@ def legend_below(figure: Figure, entries: Sequence[tuple[Artist, str]]) -> None:
         names = [shortened(name) for _, name in entries]
         columns = max(1, min(len(names), int(56 / (max(map(len, names)) + 5))))
         handles = [handle for handle, _ in entries]
+        more = math.ceil(len(names) / columns) - ROOM
+        figure.set_figheight(figure.get_figheight() + LINE * max(0, more))  # the axes keep theirs
         figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=8.5, handlelength=2.2)
 
 

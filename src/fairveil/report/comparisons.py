@@ -21,6 +21,7 @@ from fairveil.report.chart import (
     new_axes,
     shape_of,
     shortened,
+    slug,
     style_of,
     styled,
 )
@@ -59,7 +60,7 @@ def over_budgets(sweep: Sweep, result: SweepResult, measure: str) -> Chart | Non
         axes.xaxis.set_major_locator(FixedLocator([float(value) for value in values]))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xticklabels([f"{value:g}" for value in values])
-        axes.set_xlabel(sweep.short[key])
+        axes.set_xlabel(shortened(sweep.short[key], 60))
         axes.set_ylabel(f"{MEASURES[measure]} {metric}")
         if metric == "accuracy":
             as_percent(axes)
@@ -67,7 +68,7 @@ def over_budgets(sweep: Sweep, result: SweepResult, measure: str) -> Chart | Non
     caption = f"Mean over seeds with its 95% interval (Student's t; n = {_counts(part)} seeds)."
     title = f"{MEASURES[measure].capitalize()} {metric} against {sweep.short[key]}"
     data = part[["variant", *sweep.keys, "n", "mean", "low", "high"]]
-    return Chart(f"{measure.replace('_', '-')}-by-{sweep.short[key]}", title, caption, figure, data, marks)
+    return Chart(slug(f"{measure}-by-{sweep.short[key]}"), title, caption, figure, data, marks)
 
 
 def frontier(sweep: Sweep, result: SweepResult) -> Chart | None:
@@ -121,7 +122,7 @@ def paired_differences(sweep: Sweep, result: SweepResult) -> Chart | None:
     part = result.comparison[result.comparison["measure"].isin(wanted)].dropna(subset=["difference"])
     if part.empty:
         return None
-    names = [shortened(_label(row, sweep.keys, sweep), 34) for _, row in part.iterrows()]
+    names = [_label(row, sweep.keys, sweep) for _, row in part.iterrows()]
     rows = list(dict.fromkeys(names))
     with styled():
         figure, axes = new_axes(max(2.6, 1.4 + 0.42 * len(rows)))
@@ -142,7 +143,7 @@ def paired_differences(sweep: Sweep, result: SweepResult) -> Chart | None:
                 for at, up, (name, row) in zip(x, y, lines, strict=True)
             ]
         axes.axvline(0, color="#000000", linewidth=1)
-        axes.set_yticks(range(len(rows)), rows)
+        axes.set_yticks(range(len(rows)), [shortened(name, 34) for name in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlabel(f"{metric} minus that of {shortened(str(sweep.config.baseline))}")
         if metric == "accuracy":

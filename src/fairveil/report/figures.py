@@ -107,7 +107,8 @@ def client_histogram(run: Run) -> Chart | None:
     metric, values = run.main, table[run.main].to_numpy(dtype=float)
     span = (0.0, 1.0) if metric == "accuracy" else (float(values.min()), float(values.max()) + 1e-9)
     edges = np.linspace(*span, 41)
-    counts = {str(g): np.histogram(part[metric], edges)[0] for g, part in table.groupby("group", sort=False)}
+    groups = dict.fromkeys(run.clients["group"])
+    counts = {g: np.histogram(table.loc[table["group"] == g, metric], edges)[0] for g in groups}
     with styled():
         figure, axes = new_axes()
         entries = _stacked(axes, edges, counts)
@@ -117,7 +118,8 @@ def client_histogram(run: Run) -> Chart | None:
         if metric == "accuracy":
             as_percent(axes, "x")
         legend_below(figure, entries[:MOST_LINES])
-    data = pd.DataFrame({"from": edges[:-1], "to": edges[1:], **counts})
+    of = {f"clients of {name}": heights for name, heights in counts.items()}
+    data = pd.DataFrame({"from": edges[:-1], "to": edges[1:], **of})
     total = np.sum(list(counts.values()), axis=0)
     marks = [
         (axes, float(a + b) / 2, float(n), f"{n} clients from {in_words(a, metric)} to {in_words(b, metric)}")

@@ -125,11 +125,11 @@ def figure_table(judged: Judged) -> Table:
 
 def attribute_tables(run: Run) -> list[Table]:
     """What a user of fairlearn expects: rates by group of clients, and by every attribute of the records."""
-    found = run.confusions().items()
-    return [table for name, counts in found for table in _rates(name or "group of clients", counts, run.positive)]
+    found = enumerate(run.confusions().items())
+    return [t for at, (name, counts) in found for t in _rates(at, name or "group of clients", counts, run.positive)]
 
 
-def _rates(name: str, counts: pd.DataFrame, positive: int | None) -> list[Table]:
+def _rates(place: int, name: str, counts: pd.DataFrame, positive: int | None) -> list[Table]:
     frame = group_frame(counts, positive)
     columns = list(frame.by_group.columns)
     rows = [
@@ -141,11 +141,10 @@ def _rates(name: str, counts: pd.DataFrame, positive: int | None) -> list[Table]
         for what, found in group_differences(counts, positive).items()
     ]
     class_ = "" if positive is None else f" Class {positive} is the advantage."
-    key = "".join(letter if letter.isalnum() else "-" for letter in name)
     return [
-        Table(f"rates-{key}", f"By {name}, over test records.{class_}", [name, *columns], rows),
+        Table(f"rates-{place}", f"By {name}, over test records.{class_}", [name, *columns], rows),
         Table(
-            f"differences-{key}", f"Largest differences by {name}. Intervals: bootstrap, 1,000 draws.",
+            f"differences-{place}", f"Largest differences by {name}. Intervals: bootstrap, 1,000 draws.",
             ["difference", "value", "95% interval", "n"], differences,
         ),
     ]  # fmt: skip
