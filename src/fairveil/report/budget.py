@@ -100,10 +100,13 @@ def budget_by_round(run: Run, spent: Spending | None = None) -> Chart | None:
         figure, axes = new_axes()
         bottom = np.zeros(len(table))
         entries: list[tuple[Artist, str]] = []
-        width = 0.85 * float(np.diff(rounds).min()) if len(rounds) > 1 else 0.85
+        edges = np.append(rounds[0] - 1, rounds) + 0.5  # a bar reaches back to the last round that has one
         for number, kind in enumerate(kinds):
             colour, hatch = COLOURS[number % len(COLOURS)], ("", "///", "...")[number % 3]
-            axes.bar(rounds, table[kind], width, bottom, color=colour, hatch=hatch, edgecolor="white", linewidth=0.3)
+            axes.bar(
+                edges[:-1], table[kind], np.diff(edges), bottom, align="edge", color=colour, hatch=hatch,
+                edgecolor="white", linewidth=0.6,
+            )  # fmt: skip
             bottom = bottom + table[kind].to_numpy()
             entries.append((Patch(facecolor=colour, hatch=hatch, edgecolor="white"), kind))
         line = axes.axhline(planned, color="#000000", linestyle="--", linewidth=1.2)

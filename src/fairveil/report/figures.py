@@ -73,14 +73,15 @@ def client_dots(run: Run) -> Chart | None:
     with styled():
         figure, axes = new_axes()
         entries: list[tuple[Artist, str]] = []
-        for number, (group, part) in enumerate(table.groupby("group", sort=False)):
+        for number, group in enumerate(dict.fromkeys(run.clients["group"])):  # the colours of the other figures
+            part = table[table["group"] == group]
             colour, size = COLOURS[number % len(COLOURS)], 26 if len(table) <= 60 else 10
             dots = axes.scatter(
                 part.index + 1, part[metric], size, colour, marker=shape_of(number), linewidths=0, alpha=0.85,
                 rasterized=len(table) > MOST_DRAWN,
             )  # fmt: skip
-            if number < MOST_LINES:
-                entries.append((dots, str(group)))
+            if number < MOST_LINES and len(part):
+                entries.append((dots, group))
         mean = float(table[metric].mean())
         line = axes.axhline(mean, color=GREY, linewidth=1, linestyle="--")
         axes.set_xlabel("clients, the worst first")

@@ -48,7 +48,7 @@ function sort(heading) {
   const compare = (a, b) =>
     typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), undefined, { numeric: true });
   const rows = [...body.rows].map((row) => [value(row), row]);
-  const empty = (v) => v === Infinity || v === "";
+  const empty = (v) => Number.isNaN(v) || v === "";
   rows.sort(([a], [b]) => empty(a) - empty(b) || (rising ? 1 : -1) * compare(a, b));
   table.querySelectorAll("th").forEach((other) => other.removeAttribute("aria-sort"));
   heading.setAttribute("aria-sort", rising ? "ascending" : "descending");

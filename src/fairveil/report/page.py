@@ -43,7 +43,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of a table: what is shown, and what it is sorted by."""
+    """One place of a table: what is shown, and what it is sorted by; NaN: by nothing, it stays at the end."""
 
     text: str
     order: float | str
@@ -52,7 +52,7 @@ class Cell:
     @property
     def sorts(self) -> str:
         """The number it is sorted by, as a script reads it."""
-        return "Infinity" if self.order == math.inf else str(self.order)
+        return str(self.order).replace("inf", "Infinity").replace("nan", "NaN")
 
 
 @dataclass(frozen=True)
@@ -138,5 +138,5 @@ def words(text: object) -> Cell:
 def number(value: float | None, form: str = ",.3f", mark: str = "") -> Cell:
     """A cell of a number; empty, and last, if there is none."""
     if value is None or math.isnan(value):
-        return Cell("", math.inf)
+        return Cell("", math.nan)
     return Cell("infinity" if math.isinf(value) else format(value, form), float(value), mark)

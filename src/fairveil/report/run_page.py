@@ -16,7 +16,7 @@ from fairveil.intervals import gap_by_chance, gap_of, mean_of
 from fairveil.privacy.statement import Statement, rounded_up
 from fairveil.reading import Run
 from fairveil.report.budget import Spending, budget_by_round, spending
-from fairveil.report.chart import Chart, in_words
+from fairveil.report.chart import Chart, in_words, shortened
 from fairveil.report.clusters import assignment_ribbon, cluster_confusion, cluster_plane, recovery
 from fairveil.report.figures import client_dots, client_histogram, clipped_by_round, scores_by_round, signal_by_round
 from fairveil.report.page import Card, Page, Section, Table, Text, words
@@ -65,7 +65,8 @@ def state_of(run: Run) -> str:
     done, rounds = len(run.rounds), int(run.config["algorithm"]["rounds"])
     if run.running:
         return f"Running: {done} of {rounds} rounds are done."
-    return f"Not finished: {done} of {rounds} rounds are done. Go on with: fairveil run {run.folder} --resume"
+    again = f"fairveil run {shlex.quote(str(run.folder))} --resume"
+    return f"Not finished: {done} of {rounds} rounds are done. Go on with: {again}"
 
 
 def _guarantee(statement: Statement) -> str:
@@ -98,6 +99,9 @@ def _verdict(run: Run, statement: Statement, spent: Spending, judged: Judged | N
     worst = str(by_group.idxmin() if judged.better else by_group.idxmax())
     spread = float(by_group.max() - by_group.min())
     cards.append(Card(f"Mean {metric}", in_words(summary.mean, metric), in_range(mean, metric)))
+    if len(by_group) == 1:
+        note = f"of {summary.clients:,} clients, which are one group"
+        return [*cards, Card("Worst client", in_words(summary.worst, metric), note)]
     if run.attribute is None:
         chance = gap_by_chance(judged.sample)
         alone = "" if math.isnan(chance) else f"; chance alone gives up to {_points(chance, metric)}"
@@ -107,7 +111,7 @@ def _verdict(run: Run, statement: Statement, spent: Spending, judged: Judged | N
         if run.attribute in (found := run.confusions()):
             apart = group_differences(found[run.attribute], run.positive)["accuracy"]
             gap_note = f"by {run.attribute}; {in_range(apart, metric)}"
-    cards.append(Card("Worst group", f"{in_words(by_group[worst], metric)}: {worst}", worst_note))
+    cards.append(Card("Worst group", f"{in_words(by_group[worst], metric)}: {shortened(worst, 40)}", worst_note))
     cards.append(
         Card("Gap between groups", _points(spread, metric), gap_note, warn=metric == "accuracy" and spread > 0.1)
     )
@@ -150,7 +154,7 @@ def _clusters(run: Run) -> list[Any]:
             ("iterations of the fit", str(found["iterations"])),
         ]
     rows = [[words(name), words(value)] for name, value in lines]
-    return [*figures, Table("recovery", f"n = {len(run.clients):,} clients.", ["", "found"], rows, beside=True)]
+    return [*figures, Table("recovery", f"n = {len(run.clients):,} clients.", ["what", "found"], rows, beside=True)]
 
 
 def _privacy(run: Run, statement: Statement, spent: Spending) -> list[Any]:

@@ -13,7 +13,7 @@ import pandas as pd
 from fairveil.errors import RunFault, UserError
 from fairveil.intervals import bootstrap, gap_of
 from fairveil.options import shown
-from fairveil.privacy.statement import json_number, rounded_up
+from fairveil.privacy.statement import rounded_up
 from fairveil.reading import Run, load_run
 from fairveil.report.chart import Chart, in_words
 from fairveil.report.comparisons import MEASURES, frontier, over_budgets, paired_differences
@@ -81,7 +81,7 @@ class CellView:
             parts.append(in_words(self.worst, self.metric))
         if self.epsilon is not None:
             parts.append(f"ε {rounded_up(self.epsilon)}")
-        return Cell(" · ".join(parts), math.inf if math.isnan(self.worst) else self.worst, mark)
+        return Cell(" · ".join(parts), self.worst, mark)
 
 
 def _cards(folder: SweepFolder) -> list[Card]:
@@ -198,11 +198,10 @@ def _gaps(folder: SweepFolder) -> list[Table]:
     rows = []
     for setting, runs in _runs(folder).items():
         judged = [found for run in runs if run.result is not None and (found := Judged.of(run)) is not None]
-        if judged:
+        if judged and len(judged[0].names) > 1:
             gap = bootstrap([one.sample for one in judged], gap_of)
-            low = math.inf if math.isnan(gap.low) else gap.low
             interval = "" if math.isnan(gap.low) else f"{gap.low:.3f} to {gap.high:.3f}"
-            rows.append([words(setting), number(gap.value), Cell(interval, low), words(f"{gap.n} {gap.unit}")])
+            rows.append([words(setting), number(gap.value), Cell(interval, gap.low), words(f"{gap.n} {gap.unit}")])
     caption = (
         "Gap between the best and the worst group of clients, mean over seeds. Intervals: bootstrap over seeds, then "
         "over what each of them drew; of few seeds they are too narrow, and a gap is never below 0."
@@ -220,7 +219,7 @@ def _reproduce(folder: SweepFolder) -> list[Text]:
     lines = [f"commit: {all_of('commit')}", f"fairveil: {all_of('fairveil')}"]
     lines += [f"data (published hashes): {all_of('data_fingerprint')}"]
     hashes = "\n".join(
-        f"{row['config_hash']}  {_setting(folder, row)}, seed {row['seed']}, epsilon {json_number(row['epsilon'])}"
+        f"{row['config_hash']}  {_setting(folder, row)}, seed {row['seed']}: guarantees {rounded_up(row['epsilon'])}"
         for _, row in done.iterrows()
     )
     return [

@@ -69,6 +69,7 @@ def in_range(found: Interval, metric: str) -> str:
 def group_table(judged: Judged) -> Table:
     """A row for each group of clients."""
     rows = []
+    worst = judged.summary.worst_group if len(judged.summary.by_group) > 1 else None
     for code, name in enumerate(judged.names):
         inside = judged.group == code
         if inside.any():
@@ -78,8 +79,8 @@ def group_table(judged: Judged) -> Table:
             rows.append(
                 [
                     words(name), number(float(inside.sum()), ",.0f"), number(_distinct(judged, tests), ",.0f"),
-                    _score(found.value, judged, mark="bad" if name == judged.summary.worst_group else ""),
-                    Cell(_low_high(found, judged.metric), found.low if found.low == found.low else math.inf),
+                    _score(found.value, judged, mark="bad" if name == worst else ""),
+                    Cell(_low_high(found, judged.metric), found.low),
                     _score(float(pick(values)), judged),
                 ]
             )  # fmt: skip
@@ -111,7 +112,7 @@ def figure_table(judged: Judged) -> Table:
         ("mean", s.mean, n), ("worst client", s.worst, n), ("best client", s.best, n),
         ("worst 10%", s.worst_10_percent, tenth), ("best 10%", s.best_10_percent, tenth),
         ("largest gap between two clients", s.disparity, n),
-        ("gap between groups of clients", s.gap, f"{len(s.by_group)} groups"),
+        ("gap between groups of clients", s.gap if len(s.by_group) > 1 else None, f"{len(s.by_group)} groups"),
         ("standard deviation over clients", s.deviation, n), ("variance x 10,000", 1e4 * s.variance, n),
         ("variance x 10,000 without what small tests add",
          None if s.sampling_variance_removed is None else 1e4 * s.sampling_variance_removed, n),
