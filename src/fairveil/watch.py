@@ -73,7 +73,8 @@ class Watch(ThreadingHTTPServer):
                     found = (folder / name).stat()
                 except OSError:
                     continue
-                marks.append(f"{place} {name} {found.st_mtime_ns} {found.st_size}")
+                if found.st_size:  # reading makes an empty log beside the database
+                    marks.append(f"{place} {name} {found.st_mtime_ns} {found.st_size}")
         return str(hash(tuple(marks)))
 
     def _html(self, stamp: str) -> str:

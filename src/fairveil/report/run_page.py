@@ -11,6 +11,7 @@ from typing import Any
 
 import tomli_w
 
+from fairveil.errors import RunFault
 from fairveil.fairness import group_differences
 from fairveil.intervals import gap_by_chance, gap_of, mean_of
 from fairveil.privacy.statement import Statement, rounded_up
@@ -33,7 +34,13 @@ from fairveil.report.tables import (
 
 def run_page(run: Run) -> Page:
     """All there is to see of a run, finished or not."""
-    statement, spent = Statement.from_json(run.statement), spending(run)
+    try:
+        statement = Statement.from_json(run.statement)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunFault(
+            f"{run.folder} could not be read: its statement.json is damaged, or of another version ({error!r})."
+        ) from error
+    spent = spending(run)
     judged = Judged.of(run)
     rounds = int(run.config["algorithm"]["rounds"])
     sections = [
