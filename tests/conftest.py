@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from rich.console import Console
 
 from fairveil import cli, terminal
+from fairveil.reading import Run, load_run
+from fairveil.store import Score, Store, UnitPlan
 
 torch.set_num_threads(1)
 
@@ -70,3 +76,39 @@ def fairveil(
         return int(stopped.value.code or 0), printed.out, printed.err
 
     return call
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """The state of an algorithm that has none."""
+
+
+@pytest.fixture
+def handmade(tmp_path: Path) -> Callable[..., Run]:
+    """Write a run folder by hand and read it: who the clients are, and what they scored. Nothing is trained."""
+
+    def write(
+        groups: Sequence[str], scores: Sequence[Score] = (), *, facts: Mapping[str, Any] | None = None,
+        confusion: Sequence[tuple[int, str, str, int, int, int]] = (), clusters: Mapping[str, Any] | None = None,
+        **config: Any,
+    ) -> Run:  # fmt: skip
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        made_of = {"classes": 2, "common_tests": False, "attributes": {}, "parameters": 10, **(facts or {})}
+        plain = {"seed": 0, "algorithm": {"name": "global", "rounds": 9}, "privacy": {"delta": 1e-3}, **config}
+        with Store(folder) as store:
+            store.database.execute("PRAGMA synchronous = OFF")  # nothing is lost with it
+            units = [UnitPlan(client, 100, 1.0, 8.0, "pld") for client in range(len(groups))]
+            names = [(f"client {client}", group) for client, group in enumerate(groups)]
+            store.save_units(units, names, {"data": "abc", "facts": json.dumps(made_of)})
+            rounds = sorted({score.round for score in scores})
+            store.database.executemany("INSERT INTO round VALUES (?, 0.1)", [(number,) for number in rounds[:-1]])
+            if rounds:
+                store.finish_round(rounds[-1], 0.1, scores, Nothing(), {})
+            store.save_confusion(confusion)
+            store.write("config.toml", tomli_w.dumps(plain).encode())
+            store.write("statement.json", b"{}")
+            if clusters is not None:
+                store.write("clusters.json", json.dumps(clusters).encode())
+        return load_run(folder)
+
+    return write

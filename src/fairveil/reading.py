@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fairveil.config import read_toml
 from fairveil.errors import RunFault, UserError
 from fairveil.fairness import PrivacyCost, privacy_cost
 from fairveil.privacy.mechanisms import Mechanism, from_canonical
@@ -23,6 +23,7 @@ from fairveil.provenance import published
 from fairveil.store import CLIENT, VALUE, is_held, of_records
 
 METRICS = ("round", "client", "group", "cluster", "split", "model", "metric", "value", "n")
+PLANNING = "The run is still being planned."
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class Run:
             index=pd.Index(list(rounds), name="round", dtype=int),
         )
 
-    def _open(self) -> closing[sqlite3.Connection]:
+    def _open(self) -> AbstractContextManager[sqlite3.Connection]:
         return _connected(self.folder)
 
 
@@ -239,6 +240,8 @@ def load_run(path: Path | str) -> Run:
         )
     with _connected(folder) as database:
         tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+        if not tables:
+            raise UserError(f"{folder} holds nothing yet.", PLANNING, "wait for its first round")
         if "scores" not in tables:
             raise UserError(
                 f"{folder} was written by an earlier version of fairveil.",
@@ -250,14 +253,11 @@ def load_run(path: Path | str) -> Run:
         clients = pd.read_sql_query(f"{query} ORDER BY client", database)
         rounds = pd.read_sql_query("SELECT round, seconds FROM round ORDER BY round", database)
     if clients.empty:
-        raise UserError(f"{folder} holds nothing yet.", "The run is still being planned.", "wait for its first round")
-    try:
-        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunFault(f"{folder} could not be read: its config.toml is damaged ({error}).") from error
+        raise UserError(f"{folder} holds nothing yet.", PLANNING, "wait for its first round")
+    config = read_toml(folder / "config.toml", "restore it as it was")
     statement = _json(folder / "statement.json")
     if statement is None:
-        raise UserError(f"{folder} holds no statement.", "The run is still being planned.", "wait for its first round")
+        raise UserError(f"{folder} holds no statement.", PLANNING, "wait for its first round")
     facts, settled = (json.loads(meta.pop(key, "{}")) for key in ("facts", "settled"))
     provenance = meta | {"data": published(meta["data"])}
     result = _json(folder / "result.json")
@@ -272,20 +272,41 @@ def _json(path: Path) -> dict[str, Any] | None:
     return values
 
 
-def _connected(folder: Path) -> closing[sqlite3.Connection]:
-    """The database, for reading. Where not even a lock may be written beside it, as a file that nobody changes."""
-    path = (folder / "run.sqlite").resolve()
-    for mode in ("mode=ro", "immutable=1"):
-        try:
-            database = sqlite3.connect(f"{path.as_uri()}?{mode}", uri=True)
-            database.execute("SELECT 1 FROM sqlite_master").fetchone()
-            return closing(database)
-        except sqlite3.OperationalError as error:
-            database.close()
-            fault = error
-        except sqlite3.DatabaseError as error:
-            raise RunFault(f"{folder} could not be read: its database is damaged ({error}).") from error
-    raise RunFault(f"{folder} could not be read: {fault}.") from fault
+@contextmanager
+def _connected(folder: Path) -> Iterator[sqlite3.Connection]:
+    """The database, for reading; what is wrong with it is found out when it is opened, or on the way."""
+    try:
+        with closing(_database(folder)) as database:
+            yield database
+    except (sqlite3.DatabaseError, pd.errors.DatabaseError) as error:
+        raise RunFault(f"{folder} could not be read: its database is damaged ({error}).") from error
+
+
+def _database(folder: Path) -> sqlite3.Connection:
+    """Where not even a lock may be written beside it, it is read as a file that nobody changes."""
+    try:
+        return _opened(folder, "mode=ro")
+    except sqlite3.OperationalError as error:
+        log = folder / "run.sqlite-wal"
+        if log.exists() and log.stat().st_size:  # it would be passed over, and with it the last rounds
+            raise RunFault(
+                f"{folder} could not be read: {error}. The run is not finished, and reading its last rounds takes a "
+                "folder that can be written: copy it to one."
+            ) from error
+    try:
+        return _opened(folder, "immutable=1")
+    except sqlite3.OperationalError as error:
+        raise RunFault(f"{folder} could not be read: {error}.") from error
+
+
+def _opened(folder: Path, mode: str) -> sqlite3.Connection:
+    database = sqlite3.connect(f"{(folder / 'run.sqlite').resolve().as_uri()}?{mode}", uri=True)
+    try:
+        database.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.Error:
+        database.close()
+        raise
+    return database
 
 
 def _whole(packed: Sequence[bytes | None], length: Sequence[int]) -> pd.arrays.IntegerArray:
