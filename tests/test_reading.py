@@ -23,7 +23,6 @@ from fairveil.errors import RunFault, UserError
 from fairveil.reading import Run, load_run
 from fairveil.store import Score, Store, is_held, of_records
 
-
 COLUMNS = ["round", "client", "group", "cluster", "split", "model", "metric", "value", "n"]
 
 
@@ -123,6 +122,22 @@ def test_an_attribute_counts_its_records_equally(handmade: Callable[..., Run]) -
     run = handmade(["a", "b"], rows, facts=facts, fairness={"groups": "sex"})
     assert run.attribute == "sex" and run.groups == ["female", "male", "other"]
     assert run.by_group("accuracy").loc[1].to_dict() == pytest.approx({"female": 0.5, "male": 0.4})
+
+
+def test_errors_of_records_add_up_by_their_squares(handmade: Callable[..., Run]) -> None:
+    """One record off by 3 and three off by 1 are sqrt((9 + 3)/4) = 1.73 off; a mean of the two would say 1.5."""
+    rows = by_sex("rmse", {"male": [(0, 3.0, 1), (1, 1.0, 3)]})
+    facts = {"classes": 0, "attributes": {"sex": ["female", "male"]}}
+    run = handmade(["a", "b"], rows, facts=facts, fairness={"groups": "sex"})
+    assert run.main == "rmse" and run.by_group("rmse").loc[1].to_dict() == pytest.approx({"male": 3**0.5})
+
+
+def test_scores_of_another_model_are_not_those_of_the_served_ones(handmade: Callable[..., Run]) -> None:
+    """A reference is not scored by attribute: it has no value there, and never that of the served models."""
+    rows = by_sex("accuracy", {"male": [(0, 1.0, 1)], "female": [(0, 0.5, 4)]})
+    facts = {"attributes": {"sex": ["female", "male"]}}
+    run = handmade(["a"], rows, facts=facts, fairness={"groups": "sex"})
+    assert run.by_group("accuracy", model="reference").empty
 
 
 # ---- at any time -----------------------------------------------------------------------------------

@@ -126,11 +126,11 @@ class Run:
             group = self.clients["group"].to_numpy()
             found = {g: values.loc[:, group == g].mean(axis=1) for g in dict.fromkeys(group)}
         else:
-            found = {}
+            found, power = {}, 2 if metric == "rmse" else 1  # errors add up by their squares
             for name in self.groups:
                 split = of_records(self.attribute, name)
-                values, n = self.scores(metric, split=split), self.counts(metric, split=split)
-                found[name] = (values * n).sum(axis=1) / n.sum(axis=1)
+                values, n = (table(metric, split=split, model=model) for table in (self.scores, self.counts))
+                found[name] = ((values**power * n).sum(axis=1) / n.sum(axis=1)) ** (1 / power)
         return pd.DataFrame(found).dropna(axis=1, how="all")
 
     @cached_property
