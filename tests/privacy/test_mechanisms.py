@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +19,10 @@ from torch import Tensor
 
 from fairveil.data.federation import ClientData, Records
 from fairveil.models import Model, ModelSpec
+from fairveil.privacy.choice import PrivateChoice
 from fairveil.privacy.gradients import ROUNDING
-from fairveil.privacy.mechanisms import CohortSums, Part, canonical, on_grid
+from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, canonical, from_canonical, on_grid
+from fairveil.privacy.moments import NoisyMoments
 from fairveil.privacy.release import Release, Share
 from fairveil.privacy.training import NoisyTraining
 from fairveil.streams import Stream
@@ -293,3 +297,94 @@ def test_the_canonical_form_tells_any_two_mechanisms_apart() -> None:
     texts = {canonical(NoisyTraining(**values)) for values in [base, *changed]}  # type: ignore[arg-type]
     assert len(texts) == 6
     assert canonical(two_parts()) != canonical(two_parts(z=1.0000001))
+
+
+# ---- from text and back ----------------------------------------------------------------------------
+
+POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+RATE = st.floats(min_value=0, max_value=1, exclude_min=True)
+NOISE = st.just(0.0) | st.floats(1e-6, 1e6)
+NOISED = st.tuples(POSITIVE, NOISE) | st.just((math.inf, 0.0))  # a bound and its noise multiplier
+WORD = st.text(max_size=8) | st.sampled_from(["inf", "-inf", "nan", "0x1.8p+1"])  # as floats are written
+
+
+def trainings() -> st.SearchStrategy[NoisyTraining]:
+    return st.builds(
+        lambda rate, steps, noised, batch, copies: NoisyTraining(rate, steps, *noised, batch, copies),
+        RATE, st.integers(1, 10**9), NOISED, POSITIVE, st.integers(1, 50),
+    )  # fmt: skip
+
+
+def choices() -> st.SearchStrategy[PrivateChoice]:
+    epsilon = POSITIVE | st.just(math.inf)
+    adjacency, score = st.sampled_from(["add-remove", "replace"]), st.sampled_from(["correct", "loss"])
+    return st.builds(PrivateChoice, epsilon, adjacency, score, POSITIVE)
+
+
+def sums() -> st.SearchStrategy[CohortSums]:
+    shape = st.lists(st.integers(0, 10**6), max_size=3).map(tuple)
+    part = st.builds(lambda name, shape, noised: Part(name, shape, *noised), WORD, shape, NOISED)
+    parts = st.lists(part, min_size=1, max_size=3, unique_by=lambda part: part.name).map(tuple)
+    return st.builds(CohortSums, parts, RATE)
+
+
+def moments() -> st.SearchStrategy[NoisyMoments]:
+    columns = st.lists(st.tuples(st.integers(0, 99), st.none() | st.integers(0, 99)), max_size=4).map(tuple)
+    return st.builds(NoisyMoments, columns, NOISE)
+
+
+@settings(max_examples=200, deadline=None)
+@given(mechanism=trainings() | choices() | sums() | moments())
+def test_every_mechanism_can_be_read_back_from_its_canonical_form(mechanism: Mechanism) -> None:
+    """Bit for bit, infinities included: a price that is computed from a ledger is that of what was released."""
+    again = from_canonical(canonical(mechanism))
+    assert again == mechanism and type(again) is type(mechanism) and again.event == mechanism.event
+
+
+def changed(**fields: Any) -> str:
+    """The canonical form of a training with other fields; None takes one away."""
+    plain = json.loads(canonical(NoisyTraining(0.5, 2, 1.0, 1.0, 32.0))) | fields
+    return json.dumps({key: value for key, value in plain.items() if value is not None}, sort_keys=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "null", "7", "[]", "{}", '"inf"', "[" * 100_000,
+        changed(extra=1), changed(type=None), changed(steps=None), changed(type=7), changed(type="NoisyTraining"),
+        changed(sample_rate="0x1.8p+1"), changed(sample_rate="0x1.0p+9999"), changed(sample_rate="a half"),
+        changed(steps="three"), changed(steps=[]), changed(noise_multiplier="nan"),
+        changed(sample_rate=0.5),  # not as `canonical` writes it
+        changed(type="fairveil.privacy.training.train"), changed(type="fairveil.privacy.nowhere.NoisyTraining"),
+        changed(type="fairveil.privacy..training.NoisyTraining"),
+        canonical(Part("a", (2,), 1.0, 1.0)),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_what_is_no_mechanism_of_the_library_is_none(text: str) -> None:
+    """A part of a mechanism has no price either."""
+    assert from_canonical(text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"type": "this.Mechanism"}),
+        json.dumps({"type": "fairveil.privacy_of_mine.Mechanism"}),
+        json.dumps({"type": "fairveil.privacy.mechanisms.import_module", "name": "this"}),
+        json.dumps({"parts": [{"type": "this.s"}], "type": "fairveil.privacy.mechanisms.CohortSums"}, sort_keys=True),
+    ],
+)
+def test_reading_a_ledger_imports_nothing_that_it_names(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger may come from anywhere. The library's modules also hold functions of others, such as import_module."""
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    before = set(sys.modules)
+    assert from_canonical(text) is None and set(sys.modules) == before
+
+
+@dataclass(frozen=True)
+class Mine(NoisyTraining):
+    """A mechanism of a user."""
+
+
+def test_a_mechanism_of_a_user_is_not_guessed() -> None:
+    assert from_canonical(canonical(Mine(0.5, 2, 1.0, 1.0, 32.0))) is None

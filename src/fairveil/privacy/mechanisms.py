@@ -91,23 +91,30 @@ HEXADECIMAL = re.compile(r"-?(0x[01]\.[0-9a-f]+p[+-]\d+|inf)|nan")  # how `canon
 
 
 def from_canonical(text: str) -> Mechanism | None:
-    """The mechanism that `canonical` wrote; None if it is not one of this library's (then nothing is imported)."""
+    """The mechanism that `canonical` wrote; None if it is not one of this library's.
+
+    The text may come from anywhere: nothing outside this package is imported, nothing but its dataclasses is called.
+    """
 
     def built(value: Any) -> Any:
         if isinstance(value, dict):
-            named = {key: built(item) for key, item in value.items()}
-            module, _, name = named.pop("type").rpartition(".")
+            module, _, name = value["type"].rpartition(".")
             if not module.startswith("fairveil.privacy."):
                 raise ValueError(f"{module} is not of this library")
-            return getattr(import_module(module), name)(**named)
+            cls = getattr(import_module(module), name)
+            if not (isinstance(cls, type) and is_dataclass(cls) and cls.__module__ == module):
+                raise ValueError(f"{name} is no mechanism")
+            words = {field.name for field in fields(cls) if field.type == "str"}  # a sum may be called "inf"
+            return cls(**{key: item if key in words else built(item) for key, item in value.items() if key != "type"})
         if isinstance(value, list):
             return tuple(built(item) for item in value)
         return float.fromhex(value) if isinstance(value, str) and HEXADECIMAL.fullmatch(value) else value
 
     try:
         mechanism: Mechanism = built(json.loads(text))
-        return mechanism if canonical(mechanism) == text else None
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError):
+        known = isinstance(getattr(type(mechanism), "event", None), property)
+        return mechanism if known and canonical(mechanism) == text else None
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, ArithmeticError, RecursionError):
         return None
 
 
