@@ -41,17 +41,30 @@ class Spending:
 
 def spending(run: Run) -> Spending:
     """Price what was planned and posted by the unit whose plan costs most. What leaks is left out of it."""
-    worst = run.units.loc[run.units["epsilon"].astype(float).idxmax()]
-    unit = int(worst["unit"])
-    planned, posted = run.planned(unit), run.posted(unit)
+    unit = _worst(run)
+    total, posted = _planned(run, unit), run.posted(unit)
     known = [(number, mechanism, kind) for number, mechanism, kind in posted if mechanism is not None]
-    if None in planned or len(known) < len(posted):
+    if total is None or len(known) < len(posted):
         return Spending(unit, None, None, pd.DataFrame())
-    promised: Counter[Mechanism] = Counter({m: n for m, n in planned.items() if m is not None})
     spent = Counter(mechanism for _, mechanism, _ in known)
-    total = _priced(run, promised)
     by_round = _by_round(run, known) if known and math.isfinite(total.epsilon) else pd.DataFrame()
     return Spending(unit, total, _priced(run, spent), by_round)
+
+
+def _worst(run: Run) -> int:
+    """The unit whose plan costs most. Where something leaks all cost infinitely much, and the rest of it decides."""
+    worst = run.units.loc[run.units["epsilon"].astype(float).idxmax()]
+    if math.isfinite(worst["epsilon"]):
+        return int(worst["unit"])
+    alike = run.units.drop_duplicates(["size", "noise_multiplier"])  # those of equal terms have equal plans
+    prices = {int(unit): _planned(run, int(unit)) for unit in alike["unit"]}
+    return max(prices, key=lambda unit: found.epsilon if (found := prices[unit]) else 0.0)
+
+
+def _planned(run: Run, unit: int) -> Price | None:
+    """The price of a unit's plan, without what leaks; None if it holds a mechanism that is not this library's."""
+    planned = run.planned(unit)
+    return None if None in planned else _priced(run, Counter({m: n for m, n in planned.items() if m is not None}))
 
 
 def _priced(run: Run, releases: Counter[Mechanism]) -> Price:

@@ -83,6 +83,7 @@ def _guarantee(statement: Statement) -> str:
 
 def _verdict(run: Run, statement: Statement, spent: Spending, judged: Judged | None) -> list[Card]:
     used = statement.epsilon_spent if spent.posted is None else spent.posted.epsilon
+    of_budget = f"{'up to all' if used is None else rounded_up(used)} of {rounded_up(statement.epsilon)}"
     protects = {"record": "one record", "client": "one client"}[statement.unit]
     infinite = math.isinf(statement.epsilon)
     noted = "something is sent without noise" if infinite else f"{statement.accountant.upper()} accountant"
@@ -94,7 +95,7 @@ def _verdict(run: Run, statement: Statement, spent: Spending, judged: Judged | N
         ),
         Card(
             "Budget spent",
-            "unbounded" if infinite else f"{rounded_up(used or 0.0)} of {rounded_up(statement.epsilon)}",
+            "unbounded" if infinite else of_budget,
             "all rounds are done" if run.result else f"after {len(run.rounds)} of {rounds} rounds", warn=infinite,
         ),
     ]  # fmt: skip
