@@ -19,6 +19,7 @@ from fairveil.algorithms.global_ import Global
 from fairveil.config import make_config
 from fairveil.plan import Plan, make_plan
 from fairveil.privacy.accounting import SelectionDpEvent, price
+from fairveil.privacy.ledger import Entry
 from fairveil.privacy.statement import Statement
 from fairveil.privacy.training import NoisyTraining
 from fairveil.reading import Run, load_run
@@ -242,7 +243,11 @@ class Silent(Global):
 
 
 def test_a_long_run_is_priced_at_some_rounds_and_at_the_last(ran: Callable[..., tuple[Plan, Run]]) -> None:
-    plan, run = ran(privacy=NOISE | {"accountant": "rdp"}, algorithm=LOCAL | {"name": "global", "rounds": 40})
+    """Its ledger is written by hand: forty rounds of the one client that is looked at."""
+    plan, run = ran(privacy=NOISE | {"accountant": "rdp"}, algorithm=LOCAL | {"name": "global", "rounds": 40}, stop=0)
+    (training,) = plan.releases[0]
+    with Store(run.folder) as store:
+        store.ledger.post([Entry(0, f"round {number}, ask 1", training, b"", b"") for number in range(1, 41)])
     table = spending(run).by_round
     assert len(table) == MOST_PRICES and table["round"].iloc[[0, -1]].tolist() == [1, 40]
     check_by_round(table, plan.price.epsilon, table["round"].tolist())

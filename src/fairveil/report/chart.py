@@ -89,13 +89,18 @@ class Chart:
         )
 
     def places(self) -> list[tuple[float, float, str]]:
-        """Where the marks are, as shares of width and height from the top left, and their texts."""
+        """Where the marks are, as shares of width and height from the top left, and their texts.
+
+        What has no value has no place.
+        """
         with styled():
             self.figure.draw_without_rendering()  # decides where the axes are
         width, height = float(self.figure.bbox.width), float(self.figure.bbox.height)
         found = []
         for axes, x, y, text in self.marks:
             across, up = axes.transData.transform((x, y))
+            if not math.isfinite(across + up):
+                continue
             found.append((round(float(across) / width, 4), round(1 - float(up) / height, 4), printable(text)))
         return found
 

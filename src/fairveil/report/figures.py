@@ -155,7 +155,7 @@ def _by_round(
     if not tables:
         return None
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
-    last = {name: np.mean([table[name].iloc[-1] for table in tables if name in table]) for name in names}
+    last = {name: np.mean([table[name].dropna().iloc[-1] for table in tables if name in table]) for name in names}
     worst_first = sorted(names, key=lambda name: last[name], reverse=metric not in ("accuracy", "signal_to_noise"))
     shown = set(worst_first if len(names) <= MOST_LINES else worst_first[: MOST_LINES - 1])
     rows: list[pd.DataFrame] = []

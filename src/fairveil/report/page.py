@@ -126,7 +126,7 @@ def _labelled(chart: Chart) -> str:
 
 def _in_script(value: object) -> str:
     """JSON that cannot end the block it stands in."""
-    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=True)
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)  # a browser reads no NaN
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
