@@ -145,7 +145,8 @@ def style_of(number: int) -> dict[str, Any]:
 
 
 def shape_of(number: int) -> str:
-    return SHAPES[number % len(SHAPES)]
+    """Shape of the n-th kind of points: another one where the colours begin again."""
+    return SHAPES[(number + number // len(COLOURS)) % len(SHAPES)]
 
 
 def shortened(name: str, longest: int = LONGEST) -> str:
