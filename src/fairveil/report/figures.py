@@ -209,9 +209,9 @@ def _with_span(value: float, low: float, high: float, metric: str) -> str:
 
 
 def _last_scores(run: Run) -> pd.DataFrame | None:
-    """One row for each client that was scored in the last evaluated round."""
+    """One row for each client that was scored in the last evaluated round; None if nobody was."""
     values = run.scores(run.main)
-    if values.empty:
+    if values.empty or values.iloc[-1].isna().all():
         return None
     table = run.clients[["name", "group"]].copy()
     table.insert(0, "client", np.arange(len(table)))
