@@ -73,7 +73,8 @@ def _by_attribute(plan: Plan, store: Store, metric: str, summary: Summary) -> Su
         split = of_records(attribute, value)
         scores, n = store.scores(metric, split), store.counts(metric, split)
         if scores:
-            by_group[value] = sum(scores[c] * n[c] for c in scores) / sum(n.values())
+            power = 2 if metric == "rmse" else 1  # errors are pooled by their squares
+            by_group[value] = (sum(scores[c] ** power * n[c] for c in scores) / sum(n.values())) ** (1 / power)
             clients[value] = len(scores)
     worst = (min if metric == "accuracy" else max)(by_group, key=lambda value: by_group[value])
     gap = max(by_group.values()) - min(by_group.values())
