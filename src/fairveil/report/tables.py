@@ -48,7 +48,7 @@ class Judged:
         if values.empty or values.iloc[-1].isna().all():
             return None
         row = run.assignment().iloc[-1].to_numpy()
-        row = np.where(np.isnan(row), -1 - np.arange(len(row)), row)  # a model that a client keeps is no one else's
+        row = np.where(np.isnan(row), -1.0 - np.arange(len(row)), row)  # a model of its own, which nobody else has
         return cls(run, values.iloc[-1].to_numpy(), run.counts(run.main).iloc[-1].to_numpy(), row)
 
     def interval(self, statistic: Statistic) -> Interval:
