@@ -152,7 +152,8 @@ def _rates(place: int, name: str, counts: pd.DataFrame, positive: int | None) ->
 
 
 def _plain_range(found: Interval) -> str:
-    return "" if math.isnan(found.low) else f"{found.low:.3f} to {found.high:.3f}"
+    """Empty where all replicates are alike, too: each group is one client, say, and that is no certainty."""
+    return f"{found.low:.3f} to {found.high:.3f}" if found.low < found.high else ""
 
 
 def cost_tables(run: Run) -> list[Table]:
