@@ -187,9 +187,10 @@ def _runs(folder: SweepFolder) -> dict[str, list[Run]]:
     by_setting: defaultdict[str, list[Run]] = defaultdict(list)
     for cell in folder.sweep.cells:
         try:
-            by_setting[cell.setting].append(load_run(folder.folders[cell]))
+            run = load_run(folder.folders[cell])
         except (UserError, RunFault):
             continue
+        by_setting[cell.setting].append(run)
     return by_setting
 
 

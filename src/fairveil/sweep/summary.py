@@ -93,7 +93,7 @@ def cell_folders(sweep: Sweep, folder: Path) -> dict[Cell, Path]:
 
 def _begun(folder: Path) -> dict[str, Path]:
     """The runs begun in the folder of a sweep, under whatever label, by the start of their hash."""
-    return {path.name[-8:]: path for path in (folder / "cells").iterdir()}
+    return {path.name[-8:]: path for path in folder.glob("cells/*")}
 
 
 def summarise_sweep(
