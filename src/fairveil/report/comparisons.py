@@ -48,7 +48,7 @@ def over_budgets(sweep: Sweep, result: SweepResult, measure: str) -> Chart | Non
         for number, (name, line) in enumerate(part.groupby("line", sort=False)):
             line = line.sort_values(key)
             style, x = style_of(number), line[key].to_numpy(dtype=float)
-            half = ((line["high"] - line["low"]) / 2).fillna(0).to_numpy(dtype=float)
+            half = ((line["high"] - line["low"]) / 2).to_numpy(dtype=float)
             drawn, *_ = axes.errorbar(x, line["mean"], half, marker=shape_of(number), markersize=5, capsize=3, **style)
             entries.append((drawn, str(name)))
             marks += [
@@ -65,7 +65,7 @@ def over_budgets(sweep: Sweep, result: SweepResult, measure: str) -> Chart | Non
         if metric == "accuracy":
             as_percent(axes)
         legend_below(figure, entries)
-    caption = f"Mean over seeds with its 95% interval (Student's t; n = {_counts(part)} seeds)."
+    caption = f"Mean over seeds with its 95% interval (Student's t; {_counts(part)})."
     title = f"{MEASURES[measure].capitalize()} {metric} against {sweep.short[key]}"
     data = part[["variant", *sweep.keys, "n", "mean", "low", "high"]]
     return Chart(slug(f"{measure}-by-{sweep.short[key]}"), title, caption, figure, data, marks)
@@ -109,7 +109,7 @@ def frontier(sweep: Sweep, result: SweepResult) -> Chart | None:
     ]
     data = wide.assign(not_beaten=[i in front for i in range(len(wide))]).drop(columns="setting")
     caption = (
-        f"Every setting of the sweep, mean over seeds (n = {_counts(wide)}) with 95% intervals. On the thin line all "
+        f"Every setting of the sweep, mean over seeds with its 95% intervals ({_counts(wide)}). On the thin line all "
         "groups are served alike."
     )
     return Chart("frontier", "Fairness and accuracy", caption, figure, data, marks)
@@ -133,7 +133,7 @@ def paired_differences(sweep: Sweep, result: SweepResult) -> Chart | None:
             lines = [(name, row) for name, (_, row) in named if row["measure"] == measure]
             y = np.array([rows.index(name) for name, _ in lines]) + (number - 0.5) * 0.3
             x = np.array([row["difference"] for _, row in lines])
-            half = np.nan_to_num([(row["high"] - row["low"]) / 2 for _, row in lines])
+            half = np.array([(row["high"] - row["low"]) / 2 for _, row in lines])
             drawn, *_ = axes.errorbar(
                 x, y, xerr=half, linestyle="", marker=shape_of(number), color=COLOURS[number], capsize=3, markersize=5
             )
@@ -151,7 +151,7 @@ def paired_differences(sweep: Sweep, result: SweepResult) -> Chart | None:
         legend_below(figure, entries)
     caption = (
         "Seed by seed, so that what a split does to both cancels. Bars: 95% interval of the mean difference (Student's "
-        f"t; n = {_counts(part)} seeds). Where a bar crosses 0, the seeds do not tell them apart."
+        f"t; {_counts(part)}). Where a bar crosses 0, the seeds do not tell them apart."
     )
     data = part.drop(columns="better")
     return Chart("differences", f"Compared with {sweep.config.baseline}", caption, figure, data, marks)
@@ -183,7 +183,7 @@ def _both(sweep: Sweep, result: SweepResult, metric: str) -> pd.DataFrame | None
     parts = []
     for measure, name in (("mean", "mean"), ("worst_group", "worst")):
         part = result.means[result.means["measure"] == f"{metric}_{measure}"].dropna(subset=["mean"])
-        part = part.assign(half=((part["high"] - part["low"]) / 2).fillna(0.0)).drop(columns=["measure", "deviation"])
+        part = part.assign(half=(part["high"] - part["low"]) / 2).drop(columns=["measure", "deviation"])
         parts.append(part.rename(columns={k: f"{k}_{name}" for k in ("mean", "half", "low", "high")}))
     if parts[0].empty:
         return None
@@ -204,4 +204,6 @@ def _difference(row: Any, metric: str) -> str:
 
 def _counts(part: pd.DataFrame) -> str:
     low, high = int(part["n"].min()), int(part["n"].max())
-    return str(low) if low == high else f"{low} to {high}"
+    if high == 1:
+        return "n = 1 seed, which gives no interval"
+    return f"n = {high if low == high else f'{low} to {high}'} seeds"
