@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
@@ -183,6 +184,18 @@ def test_clients_with_tests_of_their_own_show_their_spread(small: dict[str, Any]
     expected = a.var() - 3 / 4 * (a * (1 - a) / (n - 1)).mean()
     assert result.metrics["accuracy"].sampling_variance_removed == pytest.approx(expected)
     assert result.metrics["loss"].sampling_variance_removed is None and result.metrics["loss"].jain is None
+
+
+@pytest.mark.parametrize("algorithm", ["global", "mr-mtl"])
+def test_diagnostics_do_not_depend_on_who_works_with_whom(small: dict[str, Any], runs: Path, algorithm: str) -> None:
+    """Scores, clipped shares and signal to noise, to the last bit: blocks of any size, one worker or two."""
+    plain = small | {"algorithm": {"name": algorithm, "rounds": 2, "batch_size": 64}}
+    engines = ({"workers": 1, "block": 1}, {"workers": 1, "block": 5}, {"workers": 2, "block": 2})
+    found = [load_run(start_run(make_config(plain | {"engine": engine}), runs=runs).folder) for engine in engines]
+    signal = found[0].scores("signal_to_noise", split="train", model="local_update")
+    assert signal.shape == (2, 5) and (signal > 0).all(axis=None)
+    for other in found[1:]:
+        pd.testing.assert_frame_equal(found[0].metrics, other.metrics, check_exact=True)
 
 
 def test_a_regression_reports_rmse(small: dict[str, Any], runs: Path) -> None:

@@ -116,6 +116,84 @@ def test_the_noise_has_the_law_that_is_priced() -> None:
     assert low < (update**2).sum() / std**2 < high
 
 
+def diagnosed(mechanism: NoisyTraining, rows: Records, model: Model, key: int = 0, **inputs: Any) -> tuple[Any, Any]:
+    """The update (p,) as float64, and the diagnostics."""
+    given = {"model": model.initial(Stream(9)), "learning_rate": 0.5, **inputs}
+    release, diagnostics = mechanism.release(FakeClient(model, rows, given, (key,)))
+    return np.asarray(release.value["update"], dtype=float), diagnostics
+
+
+NOBODY = records(ModelSpec("logistic", (5000,), 20), 0, 0)
+
+
+@pytest.fixture(scope="module")
+def large() -> Model:
+    """100,020 parameters: a sample of noise by itself."""
+    return ModelSpec("logistic", (5000,), 20).build()
+
+
+@pytest.mark.statistical
+def test_noise_alone_has_no_signal(large: Model) -> None:
+    """|noise|^2 over its expectation is off by sqrt(2/p) = 0.0045: its excess is below 5.2 of these, and half the time
+    there is none at all. Eight draws; false alarm 8e-7, and 2 * 2^-8 that all are on one side: the seed is fixed."""
+    mechanism = NoisyTraining(0.1, 4, clip_norm=2.0, noise_multiplier=1.5, expected_batch=16.0)
+    found = [diagnosed(mechanism, NOBODY, large, key)[1]["signal_to_noise"] for key in range(8)]
+    assert max(found) ** 2 < 5.2 * math.sqrt(2 / 100_020) and 0 < found.count(0.0) < 8
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("z", [0.15, 0.3, 0.6])
+def test_a_known_signal_is_found(z: float) -> None:
+    """One step with six records that all push the same way, each clipped: the sum has norm 6c, its noise cz sqrt(p).
+
+    The square of the estimate is a non-central chi-squared variable over p, less 1: without bias, and of variance
+    2/p + 4 s^2/p. The mean of 400 lies within five standard errors: false alarm 6e-7 each.
+    """
+    model, one = MODELS["logistic"].build(), records(MODELS["logistic"], 1, 5, scale=50.0)
+    output, _ = model.scored(model.unflatten(model.initial(Stream(9))), one.x, one.y)
+    rows = Records(one.x.repeat(6, 1, 1, 1), output.argmin(dim=1).repeat(6))  # the answer that is most surprising
+    mechanism = NoisyTraining(1.0, 1, clip_norm=0.7, noise_multiplier=z, expected_batch=6.0)
+    p = model.parameters
+    square = (6 * ROUNDING / z) ** 2 / p
+    assert p == 51 and square > 1.8  # so far from 0 that the estimate is never cut off there
+    found = np.array([diagnosed(mechanism, rows, model, key)[1]["signal_to_noise"] ** 2 for key in range(400)])
+    assert found.min() > 0
+    assert abs(found.mean() - square) < 5 * math.sqrt((2 / p + 4 * square / p) / 400)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(("pull", "inside"), [(0.0, False), (0.5, False), (2.0, False), (0.5, True)])
+def test_a_pull_shortens_the_noise_of_earlier_steps(large: Model, pull: float, inside: bool) -> None:
+    """Outside the clip each later step leaves 1 - eta*lambda of what came before: by simulation of the noise alone.
+
+    Without records the update is N(0, s^2), s^2 = (eta*c*z/b)^2 times the sum over j < 4 of (1 - eta*lambda)^2j; inside
+    the clip nothing pulls where there is no record. False alarm 1e-6 each. What is left over 1 is called signal.
+    """
+    mechanism = NoisyTraining(0.1, 4, clip_norm=2.0, noise_multiplier=1.5, expected_batch=16.0)
+    centre = large.initial(Stream(9))  # where it starts: else the way to the centre would be a signal
+    inputs = {"centre": centre, "pull": pull, "pull_inside": inside}
+    update, diagnostics = diagnosed(mechanism, NOBODY, large, **inputs)
+    left = 1.0 if inside else 1 - 0.5 * pull
+    std = 0.5 * 2.0 * 1.5 / 16 * math.sqrt(1 + left**2 + left**4 + left**6)
+    assert stats.kstest(update / std, "norm").pvalue > 1e-6
+    excess = (update**2).sum() / (len(update) * std**2) - 1
+    assert diagnostics["signal_to_noise"] ** 2 == pytest.approx(max(0.0, excess), abs=1e-9)
+
+
+def test_the_way_to_a_far_centre_is_signal(large: Model) -> None:
+    """One step, no records: the update is eta*lambda of the way, plus noise. (Within the noise of one draw.)"""
+    mechanism = NoisyTraining(0.1, 1, clip_norm=2.0, noise_multiplier=1.5, expected_batch=16.0)
+    centre = large.initial(Stream(9)) + 1.0
+    _, diagnostics = diagnosed(mechanism, NOBODY, large, centre=centre, pull=0.4)
+    assert diagnostics["signal_to_noise"] == pytest.approx(0.2 / (0.5 * 2.0 * 1.5 / 16), rel=0.02)
+
+
+def test_without_noise_there_is_no_ratio_to_it() -> None:
+    spec = MODELS["logistic"]
+    mechanism = NoisyTraining(1.0, 2, clip_norm=0.7, noise_multiplier=0.0, expected_batch=6.0)
+    assert set(diagnosed(mechanism, records(spec, 6, 5), spec.build())[1]) == {"clipped"}
+
+
 @pytest.mark.statistical
 def test_batches_are_poisson_samples() -> None:
     """Every record is drawn independently at rate q. False alarm below 1e-6 in all."""
