@@ -308,3 +308,84 @@ def test_npz_arrays_that_do_not_fit(tmp_path: Path) -> None:
     assert "has no array called x" in fails(tmp_path / "no.npz").what
     np.savez(tmp_path / "none.npz", x=np.ones((0, 2)), y=np.ones(0), client=np.ones(0))
     assert "has no records" in fails(tmp_path / "none.npz").what
+
+
+# ---- sensitive attributes --------------------------------------------------------------------------
+
+
+def with_attributes(table: pd.DataFrame) -> pd.DataFrame:
+    """Sex as text, and a numeric band; "NA" is a value here, as a name is."""
+    random = np.random.default_rng(1)
+    return table.assign(sex=random.choice(["NA", "f", "m"], len(table)), band=random.choice([10, 9, 200], len(table)))
+
+
+@pytest.mark.parametrize("end", ["csv", "parquet", "npz"])
+def test_every_test_record_keeps_its_attributes(table: pd.DataFrame, tmp_path: Path, end: str) -> None:
+    """Found again by its pressure, which is different for each. Values are sorted; numbers as numbers are."""
+    table = with_attributes(table)
+    path = tmp_path / f"t.{end}"
+    write(table, path)
+    if end == "npz":
+        arrays = dict(np.load(path)) | {"sex": table["sex"].to_numpy(str), "band": table["band"].to_numpy()}
+        np.savez(path, **arrays)
+    federation = load(path, sensitive=["sex", "band"])
+    assert federation.attributes == {"sex": ("NA", "f", "m"), "band": ("9", "10", "200")}
+    of = {np.float32(p): (s, str(b)) for p, s, b in zip(table["pressure"], table["sex"], table["band"], strict=True)}
+    for client in range(federation.clients):
+        data = federation.load(client)
+        codes = zip(data.attributes["sex"], data.attributes["band"], strict=True)
+        found = [(federation.attributes["sex"][s], federation.attributes["band"][b]) for s, b in codes]
+        assert found == [of[np.float32(x)] for x in data.test.x[:, 1].tolist()]
+
+
+@pytest.mark.parametrize("end", ["csv", "parquet"])
+def test_attributes_are_no_features_unless_they_are_named(table: pd.DataFrame, tmp_path: Path, end: str) -> None:
+    path = write(with_attributes(table), tmp_path / f"t.{end}")
+    assert load(path).features == (3,)  # age, pressure, band
+    assert load(path, sensitive=["band", "sex"]).features == (2,)
+    assert load(path, sensitive=["band"], features=["age", "band"]).features == (2,)
+    prepared = {"sex": {"kind": "category", "values": ["NA", "f", "m"]}}
+    declared = load(path, sensitive=["sex", "band"], prepare=prepared)
+    assert declared.features == (5,) and declared.attributes["sex"] == ("NA", "f", "m")
+    named = load(path, sensitive=["band"], features=["age", "band"])
+    for client in range(3):  # what it is judged by is what the model sees
+        data = named.load(client)
+        values = [float(named.attributes["band"][code]) for code in data.attributes["band"]]
+        assert values == data.test.x[:, 1].tolist()
+
+
+def test_attributes_change_neither_the_records_nor_who_is_tested(table: pd.DataFrame, tmp_path: Path) -> None:
+    path = write(with_attributes(table).drop(columns="band"), tmp_path / "t.csv")
+    plain, judged = load(path), load(path, sensitive=["sex"])
+    assert plain.fingerprint == judged.fingerprint and not plain.load(0).attributes
+    for client in range(3):
+        assert rows_of(plain, client) == rows_of(judged, client)
+    again = pickle.loads(pickle.dumps(judged)).load(1).attributes["sex"]
+    assert again.tolist() == judged.load(1).attributes["sex"].tolist()
+
+
+@pytest.mark.parametrize("end", ["csv", "parquet"])
+@pytest.mark.parametrize("column", ["sex", "band"])
+def test_missing_attributes_are_refused(table: pd.DataFrame, tmp_path: Path, end: str, column: str) -> None:
+    table = with_attributes(table)
+    table[column] = table[column].astype(object)
+    table.loc[[6, 7], column] = None
+    table[column] = table[column].convert_dtypes()
+    error = fails(write(table, tmp_path / f"t.{end}"), sensitive=["sex", "band"], features=["age"])
+    assert error.what == f'data.options.sensitive = "{column}" has 2 values that are missing or infinite.'
+    assert "row 7" in error.why and f'"{column}"' in error.fix
+
+
+def test_missing_attributes_of_an_npz_are_refused(tmp_path: Path) -> None:
+    arrays = {"x": np.ones((4, 2)), "y": np.arange(4) % 2, "client": np.arange(4) // 2}
+    np.savez(tmp_path / "t.npz", **arrays, band=np.array([1.0, np.nan, 1.0, 2.0]))
+    assert 'data.options.sensitive = "band" has 1 values' in fails(tmp_path / "t.npz", sensitive=["band"]).what
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(3), np.zeros(9), np.zeros((4, 2)), np.zeros(())])
+def test_attributes_of_an_npz_must_fit_its_records(tmp_path: Path, wrong: np.ndarray) -> None:
+    """Too many would be taken for those of other records without a word."""
+    arrays = {"x": np.ones((4, 2)), "y": np.arange(4) % 2, "client": np.arange(4) // 2}
+    np.savez(tmp_path / "t.npz", **arrays, band=wrong)
+    error = fails(tmp_path / "t.npz", sensitive=["band"])
+    assert "do not fit together" in error.what and f"band is {wrong.shape}" in error.why

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from fairveil.config import load_config
 from fairveil.data.datasets import build_federation
 from fairveil.data.federation import Federation, Records
 from fairveil.data.hospitals import CHARGES, HEART, REGIONS
+from fairveil.data.shares import Columns
 from fairveil.plan import make_plan
 from fairveil.run import run_plan
 
@@ -68,6 +70,30 @@ def test_the_first_patient_of_cleveland() -> None:
     records = everything(federation, 0)
     same = (records.x - torch.from_numpy(expected)).abs().max(dim=1).values < 1e-6
     assert int(same.sum()) == 1 and records.y[same].item() == 0
+
+
+@heart
+def test_sex_and_age_of_the_patients_are_those_of_the_table() -> None:
+    """By the CSV itself, which knows both of all 920 patients; and by the features of those who are tested."""
+    assert DATA is not None
+    table = pd.read_csv(Path(DATA) / HEART.folder / "heart_disease.csv")
+    assert len(table) == 920 and table[["age", "sex"]].notna().all(axis=None) and set(table["sex"]) == {0, 1}
+    bands = pd.cut(table["age"], [0, 45, 55, 65, 200], right=False, labels=False)
+    federation = build_federation("heart-disease", {}, None, 0)
+    assert federation.attributes == {
+        "sex": ("female", "male"),
+        "age": ("below 45", "45 to 54", "55 to 64", "65 and above"),
+    }
+    source = federation.source
+    assert isinstance(source, Columns)
+    assert source.attributes["sex"].tolist() == table["sex"].tolist()
+    assert source.attributes["age"].tolist() == bands.tolist()
+    for client in range(4):
+        data = federation.load(client)
+        age, sex = data.test.x[:, 0].double() * 35 + 55, data.test.x[:, 1]  # ranges 20 to 90 and 0 to 1 on [-1, 1]
+        assert data.attributes["sex"].tolist() == [int(x == 1) for x in sex.tolist()]
+        expected = [sum(round(years) >= limit for limit in (45, 55, 65)) for years in age.tolist()]
+        assert data.attributes["age"].tolist() == expected
 
 
 @heart

@@ -145,7 +145,7 @@ class File(Dataset):
         if "x" not in columns:
             raise self._nothing("array called x")
         x = np.asarray(columns["x"])
-        names = (self.target, self.client, self.group or "group")
+        names = (self.target, self.client, self.group or "group", *self.sensitive)
         others = {name: columns[name] for name in names if name in columns}
         if x.ndim < 2 or not numeric(x) or any(column.shape != x.shape[:1] for column in others.values()):
             shapes = ", ".join(f"{name} is {column.shape}" for name, column in others.items())
@@ -153,7 +153,7 @@ class File(Dataset):
                 f"data.options.path = {shown(self.path)} holds arrays that do not fit together.",
                 f"x is {x.dtype} of shape {x.shape}; {shapes}.\n"
                 "x must be numeric and (records, *features), the others (records,): one entry a record.",
-                "x = x.reshape(records, features), and a client and a target for each record",
+                "x = x.reshape(records, features), and a client, a target and any other column for each record",
             )
         if not x.size:
             raise self._nothing("records")
@@ -215,7 +215,7 @@ class File(Dataset):
         if count:
             raise UserError(
                 f"data.options.{option} = {shown(name)} has {count:,} values that are missing or infinite.",
-                f"The first is in {_row(missing)}.\nA record without its {option} counts nowhere.",
+                f"The first is in {_row(missing)}.\nA record without it counts nowhere.",
                 f"fill in the column {shown(name)}, or leave out those rows",
             )
 

@@ -113,13 +113,12 @@ def pick(columns: dict[str, Column], path: Path, option: str, name: str) -> Colu
         return columns[name]
     near = nearest(name, columns)
     known = ", ".join(list(columns)[:20]) + (" ..." if len(columns) > 20 else "")
-    given = f"{option} holds {shown(name)}, which" if option == "features" else f"{option} = {shown(name)}"
+    several = option in ("features", "sensitive")
+    given = f"{option} holds {shown(name)}, which" if several else f"{option} = {shown(name)}"
     raise UserError(
         f"data.options.{given} is not a column of {path.name}.",
         f"Its columns are: {known or 'none'}. Nothing was loaded.",
-        f"data.options.{option} = {shown([near] if option == 'features' else near)}"
-        if near
-        else "one of these columns",
+        f"data.options.{option} = {shown([near] if several else near)}" if near else "one of these columns",
     )
 
 
