@@ -535,6 +535,11 @@ def test_csv_with_one_client(fairveil: Fairveil) -> None:
         ({"test_fraction": 1.0}, ["data.options.test_fraction = 1.0", "less than 1"]),
         ({"path": "visits.txt"}, ["visits.txt"]),
         ({"path": "."}, ["is not a file"]),
+        (
+            {"sensitive": ["dose", "aeg"]},
+            ['data.options.sensitive holds "aeg", which is not a column', 'data.options.sensitive = ["age"]'],
+        ),
+        ({"sensitive": "age"}, ['data.options.sensitive = "age"']),
     ],
 )
 def test_csv_options(fairveil: Fairveil, options: dict[str, Any], words: list[str]) -> None:
@@ -542,6 +547,44 @@ def test_csv_options(fairveil: Fairveil, options: dict[str, Any], words: list[st
     data = table()
     data["options"] |= options
     fairveil("run", config(data=data)).refuses(*words)
+    no_run()
+
+
+@pytest.mark.parametrize(
+    ("options", "fairness", "words"),
+    [
+        ({}, {"groups": "dose"}, [
+            'fairness.groups = "dose" is not an attribute of visits.csv', "There are: cluster.",
+            "data.options.sensitive", 'fairness.groups = "cluster"',
+        ]),
+        ({"sensitive": ["dose"]}, {"groups": "doses"}, ["There are: cluster, dose.", 'fairness.groups = "dose"']),
+        ({}, {"positive": 2}, [
+            "fairness.positive = 2 is not a class of visits.csv", "It has 2 classes, numbered from 0",
+            "fairness.positive = 1",
+        ]),
+        ({}, {"positive": -1}, ["fairness.positive = -1", "greater than or equal to 0"]),
+        ({}, {"positive": True}, ["fairness.positive = true"]),
+        ({}, {"reference": "centre"}, ['fairness.reference = "centre"', 'fairness.reference = "central"']),
+        ({}, {"group": "dose"}, ['fairness.group = "dose" is not a known key', 'fairness.groups = "dose"']),
+    ],
+)  # fmt: skip
+def test_what_a_run_cannot_be_judged_by(
+    fairveil: Fairveil, options: dict[str, Any], fairness: dict[str, Any], words: list[str]
+) -> None:
+    """The key, the value, what there is, and what to type."""
+    data = table()
+    data["options"] |= options
+    fairveil("run", config(data=data, fairness=fairness)).refuses(*words)
+    no_run()
+
+
+def test_a_regression_has_no_advantage(fairveil: Fairveil) -> None:
+    """Whatever number is typed, there is no class of it: the fix is to leave it out."""
+    data = table()
+    data["options"] |= {"task": "regression"}
+    answer = fairveil("run", config(data=data, model={"name": "linear"}, fairness={"positive": 1}))
+    answer.refuses("fairness.positive = 1 is not a class", "It is a regression", "leave out fairness.positive")
+    assert "Try: fairness.positive" not in answer.err
     no_run()
 
 

@@ -296,8 +296,10 @@ def _check_fairness(config: RunConfig, federation: Federation) -> None:
     if positive is not None and positive >= federation.classes:
         raise UserError(
             f"fairness.positive = {positive} is not a class of {federation.name}.",
-            f"It has {federation.classes} classes, numbered from 0." if federation.classes else "It is a regression.",
-            "fairness.positive = 1, or leave it out",
+            f"It has {federation.classes} classes, numbered from 0. Nothing was run."
+            if federation.classes
+            else "It is a regression, and has none. Nothing was run.",
+            "fairness.positive = 1, or leave it out" if federation.classes else "leave out fairness.positive",
         )
 
 
