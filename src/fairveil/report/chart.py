@@ -105,13 +105,13 @@ class Chart:
         return found
 
     def csv(self) -> str:
-        """The numbers."""
-        return self.data.to_csv(index=False)
+        """The numbers. Lines end as RFC 4180 has it; pandas then puts a name that holds either sign in quotes."""
+        return self.data.to_csv(index=False, lineterminator="\r\n")
 
     def save(self, path: Path | str) -> None:
         """Write the picture (.pdf, .svg, .png), or its numbers (.csv), by the name of the file."""
         if str(path).endswith(".csv"):
-            Path(path).write_text(self.csv(), encoding="utf-8")
+            Path(path).write_bytes(self.csv().encode())
         else:
             with styled():
                 self.figure.savefig(path, dpi=200)

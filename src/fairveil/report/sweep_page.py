@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -186,11 +187,9 @@ def _runs(folder: SweepFolder) -> dict[str, list[Run]]:
     """The runs of each setting, as far as they have begun."""
     by_setting: defaultdict[str, list[Run]] = defaultdict(list)
     for cell in folder.sweep.cells:
-        try:
+        with suppress(UserError, RunFault):
             run = load_run(folder.folders[cell])
-        except (UserError, RunFault):
-            continue
-        by_setting[cell.setting].append(run)
+            by_setting[cell.setting].append(run)  # of a setting that has one
     return by_setting
 
 
