@@ -410,5 +410,5 @@ def test_ctrl_c_ends_it_well(finished: Path) -> None:
             assert reader.recv(100).startswith(b"HTTP/1.1 200")
             started = time.monotonic()
             process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 0 and time.monotonic() - started < 5
+            assert process.wait(20) == 0 and time.monotonic() - started < 15  # a busy machine is slow to leave
         assert (process.stdout.read(), process.stderr.read()) == ("", "")

@@ -154,7 +154,7 @@ def test_dots_are_sorted_from_the_worst(handmade: Callable[..., Run]) -> None:
     assert chart is not None and chart.data["client"].tolist() == [1, 3, 0]
     assert [text for *_, text in chart.marks] == ["client 1 (b): 10.0%", "client 3 (a): 50.0%", "client 0 (a): 90.0%"]
     drawn = [dots.get_offsets().tolist() for dots in chart.figure.axes[0].collections]  # type: ignore[union-attr]
-    assert drawn == [[[1, 0.1]], [[2, 0.5], [3, 0.9]]]
+    assert drawn == [[[2, 0.5], [3, 0.9]], [[1, 0.1]]]  # group by group, in the colours of the other figures
     assert chart.caption == "3 clients in round 1, one dot each; each tested on 10 records."
     assert chart.figure.axes[0].lines[0].get_ydata()[0] == pytest.approx(0.5)  # type: ignore[index]
 
@@ -173,7 +173,7 @@ def test_the_histogram_counts_everyone(handmade: Callable[..., Run], values: lis
     scores = accuracies({1: values}, metric="rmse" if errors else "accuracy")
     chart = client_histogram(handmade(groups, scores, facts={"classes": 0 if errors else 2}))
     assert chart is not None and len(chart.data) == 40
-    assert {name: int(chart.data[name].sum()) for name in set(groups)} == {g: groups.count(g) for g in set(groups)}
+    assert {g: int(chart.data[f"clients of {g}"].sum()) for g in groups} == {g: groups.count(g) for g in groups}
     heights = sum(bar.get_height() for bar in chart.figure.axes[0].patches)
     assert heights == len(values)
     if not errors:

@@ -51,7 +51,7 @@ def test_a_group_whose_clients_are_not_scored_is_left_out(handmade: Callable[...
     run = handmade(["a", "a", "none"], scored([0.5, 0.7, None]))
     assert [row[0] for row in texts(group_table(judged(run)))] == ["a"]
     figures = {row[0]: row[1] for row in texts(figure_table(judged(run)))}
-    assert figures["mean"] == "0.6000" and figures["gap between groups"] == "0.0000"
+    assert figures["mean"] == "0.6000" and not any("groups" in name for name in figures)  # one group has no gap
     assert [row[0] for row in texts(client_table(run, judged(run)))] == ["client 0", "client 1"]
 
 
@@ -69,8 +69,7 @@ def test_models_that_clients_keep_to_themselves_share_no_score(handmade: Callabl
     """Tested on the same records, but each by a model of its own: no row says which."""
     run = handmade(["a", "a", "b"], scored([0.5, 0.7, 0.2], row=None), facts={"common_tests": common})
     assert [row[3] for row in texts(group_table(judged(run)))] == ["60.0%", "20.0%"]
-    (sets,) = {len(set(judged(run).sample.shared.tolist()))} if common else {3}  # type: ignore[union-attr]
-    assert sets == 3
+    assert judged(run).sample.shared is None
 
 
 def test_before_the_first_evaluation_nothing_is_judged(handmade: Callable[..., Run]) -> None:
@@ -109,10 +108,13 @@ def test_rates_by_group_and_by_attribute(handmade: Callable[..., Run]) -> None:
 
 
 def test_an_interval_without_width_is_not_shown(handmade: Callable[..., Run]) -> None:
-    """Each group is one client: whichever replicate holds both says the same, which looks like certainty."""
+    """Each group is one client, so records are redrawn. All of class 1 are found at a, none at b, however often they
+    are redrawn: an interval of that would look like certainty."""
     run = handmade(["a", "b"], scored([0.8, 0.7]), confusion=CONFUSION[:5])
     _, apart = attribute_tables(run)
-    assert [row[2] for row in texts(apart)] == [""] * 4 and {row[3] for row in texts(apart)} == {"2 clients"}
+    shown = {row[0]: row[2] for row in texts(apart)}
+    assert shown["accuracy"] and not shown["equal opportunity"]
+    assert {row[3] for row in texts(apart)} == {"20 test records"}
 
 
 def test_of_more_classes_there_is_no_advantage_unless_it_is_named(handmade: Callable[..., Run]) -> None:
@@ -141,7 +143,7 @@ def test_the_cost_of_privacy_by_hand(handmade: Callable[..., Run]) -> None:
     ]
     rows += [Score(1, client, "test", "served", "accuracy", 0.0, 0, 10) for client in range(3)]  # an earlier round
     run = handmade(["a", "a", "b", "b"], rows)
-    (table,) = cost_tables(run, judged(run))
+    (table,) = cost_tables(run)
     assert "F_acc = 0.350 (n = 3), F_loss = 0.500 (n = 4)" in table.caption
     assert texts(table) == [
         ["a", "accuracy (test)", "0.250"], ["b", "accuracy (test)", "0.050"],
@@ -151,4 +153,4 @@ def test_the_cost_of_privacy_by_hand(handmade: Callable[..., Run]) -> None:
 
 def test_without_a_reference_there_is_no_cost(handmade: Callable[..., Run]) -> None:
     run = handmade(["a", "b"], scored([0.5, 0.6]))
-    assert cost_tables(run, judged(run)) == []
+    assert cost_tables(run) == []

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
-from pandas.errors import DatabaseError
-
-from fairveil.errors import RunFault, UserError
+from fairveil.errors import UserError
 from fairveil.reading import load_run
 from fairveil.report.chart import Chart
 from fairveil.report.page import Page
@@ -27,12 +24,7 @@ def build_page(path: Path | str) -> Page:
         RunFault: it is damaged.
     """
     folder = Path(path)
-    try:
-        if (folder / "sweep.toml").exists():
-            return sweep_page(read_sweep(folder))
-        return run_page(load_run(folder))
-    except (sqlite3.DatabaseError, DatabaseError) as error:  # pandas has one of its own
-        raise RunFault(f"{folder} could not be read: its database is damaged ({error}).") from error
+    return sweep_page(read_sweep(folder)) if (folder / "sweep.toml").exists() else run_page(load_run(folder))
 
 
 def write_report(path: Path | str, out: Path | None = None) -> Path:

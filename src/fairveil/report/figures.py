@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from fairveil.fairness import histogram
 from fairveil.reading import Run
 from fairveil.report.chart import (
     COLOURS,
@@ -106,8 +107,7 @@ def client_histogram(run: Run) -> Chart | None:
     if table is None:
         return None
     metric, values = run.main, table[run.main].to_numpy(dtype=float)
-    span = (0.0, 1.0) if metric == "accuracy" else (float(values.min()), float(values.max()) + 1e-9)
-    edges = np.linspace(*span, 41)
+    edges = histogram(values, higher_is_better=metric == "accuracy")[1]
     groups = dict.fromkeys(run.clients["group"])
     counts = {g: np.histogram(table.loc[table["group"] == g, metric], edges)[0] for g in groups}
     with styled():
