@@ -146,8 +146,8 @@ def test_the_cost_of_privacy_by_hand(handmade: Callable[..., Run]) -> None:
     (table,) = cost_tables(run)
     assert "F_acc = 0.350 (n = 3), F_loss = 0.500 (n = 4)" in table.caption
     assert texts(table) == [
-        ["a", "accuracy (test)", "0.250"], ["b", "accuracy (test)", "0.050"],
-        ["a", "loss (train)", "0.350"], ["b", "loss (train)", "0.350"],
+        ["a", "accuracy, test records", "0.250"], ["b", "accuracy, test records", "0.050"],
+        ["a", "loss, training records", "0.350"], ["b", "loss, training records", "0.350"],
     ]  # fmt: skip
 
 
