@@ -118,7 +118,10 @@ class PrivacyConfig(Section):
 
 
 class FairnessConfig(Section):
-    """How a run is judged. Nothing here changes what is trained; what is left out leaves the hash of a config alone."""
+    """How a run is judged. Nothing here changes what is trained; what is left out leaves the hash of a config alone.
+
+    What is typed makes it another config, and so another run: with noise of its own, at a price of its own.
+    """
 
     groups: str = "cluster"  # the groups of the clients; or a sensitive attribute of the records
     positive: int | None = Field(None, ge=0, examples=[1])  # the class that is an advantage; None: 1 of two, else none
