@@ -107,6 +107,13 @@ def test_rates_by_group_and_by_attribute(handmade: Callable[..., Run]) -> None:
     }  # fmt: skip
 
 
+def test_values_come_in_the_order_of_the_data(handmade: Callable[..., Run]) -> None:
+    confusion = [(0, "age", age, 1, 1, 2) for age in ("45 to 54", "65 and above", "below 45")]
+    facts = {"attributes": {"age": ["below 45", "45 to 54", "55 to 64", "65 and above"]}}
+    rates, _ = attribute_tables(handmade(["a"], scored([1.0]), facts=facts, confusion=confusion))
+    assert [row[0] for row in texts(rates)] == ["below 45", "45 to 54", "65 and above"]
+
+
 def test_an_interval_without_width_is_not_shown(handmade: Callable[..., Run]) -> None:
     """Each group is one client, so records are redrawn. All of class 1 are found at a, none at b, however often they
     are redrawn: an interval of that would look like certainty."""

@@ -4,6 +4,7 @@ interval."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -126,16 +127,24 @@ def figure_table(judged: Judged) -> Table:
 
 def attribute_tables(run: Run) -> list[Table]:
     """What a user of fairlearn expects: rates by group of clients, and by every attribute of the records."""
-    found = enumerate(run.confusions().items())
-    return [t for at, (name, counts) in found for t in _rates(at, name or "group of clients", counts, run.positive)]
+    order = {"": list(dict.fromkeys(run.clients["group"])), **run.facts.get("attributes", {})}
+    return [
+        table
+        for place, (name, counts) in enumerate(run.confusions().items())
+        for table in _rates(place, name or "group of clients", counts, run.positive, order[name])
+    ]
 
 
-def _rates(place: int, name: str, counts: pd.DataFrame, positive: int | None) -> list[Table]:
-    frame = group_frame(counts, positive)
-    columns = list(frame.by_group.columns)
+def _rates(
+    place: int, name: str, counts: pd.DataFrame, positive: int | None, order: Sequence[str]
+) -> list[Table]:  # fmt: skip
+    """A row for each value, in the order in which the data have them: "below 45" comes before "45 to 54"."""
+    rates = group_frame(counts, positive).by_group
+    rates = rates.loc[[value for value in order if value in rates.index]]
+    columns = list(rates.columns)
     rows = [
         [words(value), *(number(float(row[c]), ",.0f" if c == "records" else ",.3f") for c in columns)]
-        for value, row in frame.by_group.iterrows()
+        for value, row in rates.iterrows()
     ]
     differences = [
         [words(what), number(found.value), Cell(_plain_range(found), found.low), words(f"{found.n:,} {found.unit}")]
