@@ -123,15 +123,15 @@ class Run:
         """
         if self.attribute is None or split != "test":
             values = self.scores(metric, split=split, model=model)
-            group = self.clients["group"].to_numpy()
-            found = {g: values.loc[:, group == g].mean(axis=1) for g in dict.fromkeys(group)}
+            found = values.T.groupby(self.clients["group"].to_numpy(), sort=False).mean().T
         else:
-            found, power = {}, 2 if metric == "rmse" else 1  # errors add up by their squares
+            columns, power = {}, 2 if metric == "rmse" else 1  # errors add up by their squares
             for name in self.groups:
                 split = of_records(self.attribute, name)
                 values, n = (table(metric, split=split, model=model) for table in (self.scores, self.counts))
-                found[name] = ((values**power * n).sum(axis=1) / n.sum(axis=1)) ** (1 / power)
-        return pd.DataFrame(found).dropna(axis=1, how="all")
+                columns[name] = ((values**power * n).sum(axis=1) / n.sum(axis=1)) ** (1 / power)
+            found = pd.DataFrame(columns)
+        return found.dropna(axis=1, how="all")
 
     @cached_property
     def confusion(self) -> pd.DataFrame:

@@ -120,9 +120,12 @@ class Written:
                 Score(number, client, split, kind, metric, float(value), row, 50 if served else None)
                 for client, value, row in zip(clients, values, model, strict=True)
             ]
-        store.finish_round(number, 0.1, scores, State(), {})
+        self.save(store, number, scores)
         if self.models:
             store.write("clusters.json", json.dumps(self._clusters(model)).encode())
+
+    def save(self, store: Store, number: int, scores: Sequence[Score]) -> None:
+        store.finish_round(number, 0.1, scores, State(), {})
 
     def confuse(self, store: Store) -> None:
         """Counts of classes, in all and by every value of every attribute."""

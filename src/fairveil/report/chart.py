@@ -99,7 +99,7 @@ class Chart:
         found = []
         for axes, x, y, text in self.marks:
             across, up = axes.transData.transform((x, y))
-            if not math.isfinite(across + up):
+            if not math.isfinite(across + up):  # nowhere
                 continue
             found.append((round(float(across) / width, 4), round(1 - float(up) / height, 4), printable(text)))
         return found
@@ -184,6 +184,12 @@ def legend_below(figure: Figure, entries: Sequence[tuple[Artist, str]]) -> None:
 def as_percent(axes: Axes, which: str = "y") -> None:
     """Fractions on an axis as percentages."""
     getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1.0))
+
+
+def kept_within(axes: Axes, which: str, low: float, high: float) -> None:
+    """An axis that ends where values do: intervals of few seeds reach beyond what an accuracy can be."""
+    ends = getattr(axes, f"get_{which}lim")()
+    getattr(axes, f"set_{which}lim")(max(ends[0], low), min(ends[1], high))
 
 
 def in_words(value: float, metric: str) -> str:

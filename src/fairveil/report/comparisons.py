@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from fairveil.options import shown
 from fairveil.report.chart import (
@@ -17,6 +17,7 @@ from fairveil.report.chart import (
     Chart,
     as_percent,
     in_words,
+    kept_within,
     legend_below,
     new_axes,
     shape_of,
@@ -64,6 +65,7 @@ def over_budgets(sweep: Sweep, result: SweepResult, measure: str) -> Chart | Non
         axes.set_ylabel(f"{MEASURES[measure]} {metric}")
         if metric == "accuracy":
             as_percent(axes)
+            kept_within(axes, "y", -0.02, 1.02)
         legend_below(figure, entries)
     caption = f"Mean over seeds with its 95% interval (Student's t; {_counts(part)})."
     title = f"{MEASURES[measure].capitalize()} {metric} against {sweep.short[key]}"
@@ -99,8 +101,9 @@ def frontier(sweep: Sweep, result: SweepResult) -> Chart | None:
         axes.set_xlabel(f"mean {metric}")
         axes.set_ylabel(f"worst group {metric}")
         if metric == "accuracy":
-            as_percent(axes)
-            as_percent(axes, "x")
+            for which in "xy":
+                as_percent(axes, which)
+                kept_within(axes, which, -0.02, 1.02)
         legend_below(figure, [*entries, (line, "not beaten in both"), (equal, "no gap")])
     marks = [
         (axes, row["mean_mean"], row["mean_worst"], f"{row['setting']}: mean {mean}, worst group {worst}")
@@ -146,8 +149,10 @@ def paired_differences(sweep: Sweep, result: SweepResult) -> Chart | None:
         axes.set_yticks(range(len(rows)), [shortened(name, 34) for name in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlabel(f"{metric} minus that of {shortened(str(sweep.config.baseline))}")
+        axes.xaxis.set_major_locator(MaxNLocator(6))
         if metric == "accuracy":
             as_percent(axes, "x")
+            kept_within(axes, "x", -1.02, 1.02)
         legend_below(figure, entries)
     caption = (
         "Seed by seed, so that what a split does to both cancels. Bars: 95% interval of the mean difference (Student's "

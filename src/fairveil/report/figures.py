@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,7 @@ from fairveil.reading import Run
 from fairveil.report.chart import (
     COLOURS,
     GREY,
+    LONGEST,
     MOST_DRAWN,
     SHARES,
     Chart,
@@ -24,6 +26,7 @@ from fairveil.report.chart import (
     legend_below,
     new_axes,
     shape_of,
+    shortened,
     style_of,
     styled,
 )
@@ -74,15 +77,14 @@ def client_dots(run: Run) -> Chart | None:
     with styled():
         figure, axes = new_axes()
         entries: list[tuple[Artist, str]] = []
-        for number, group in enumerate(dict.fromkeys(run.clients["group"])):  # the colours of the other figures
-            part = table[table["group"] == group]
-            colour, size = COLOURS[number % len(COLOURS)], 26 if len(table) <= 60 else 10
+        for one in _series(run):
+            part, size = table[table["group"].isin(one.groups)], 26 if len(table) <= 60 else 10
             dots = axes.scatter(
-                part.index + 1, part[metric], size, colour, marker=shape_of(number), linewidths=0, alpha=0.85,
+                part.index + 1, part[metric], size, one.colour, marker=one.shape, linewidths=0, alpha=0.85,
                 rasterized=len(table) > MOST_DRAWN,
             )  # fmt: skip
-            if number < MOST_LINES and len(part):
-                entries.append((dots, group))
+            if len(part):
+                entries.append((dots, one.name))
         mean = float(table[metric].mean())
         line = axes.axhline(mean, color=GREY, linewidth=1, linestyle="--")
         axes.set_xlabel("clients, the worst first")
@@ -112,38 +114,53 @@ def client_histogram(run: Run) -> Chart | None:
     counts = {g: np.histogram(table.loc[table["group"] == g, metric], edges)[0] for g in groups}
     with styled():
         figure, axes = new_axes()
-        entries = _stacked(axes, edges, counts)
+        entries: list[tuple[Artist, str]] = []
+        bottom = np.zeros(len(edges) - 1)
+        for one in _series(run):
+            style: Any = {"hatch": one.hatch, "edgecolor": "white"}
+            heights = np.sum([counts[group] for group in one.groups], axis=0)
+            axes.bar(
+                edges[:-1], heights, np.diff(edges), bottom, align="edge", color=one.colour, linewidth=0.4, **style
+            )
+            bottom = bottom + heights
+            entries.append((Patch(facecolor=one.colour, **style), one.name))
         axes.set_ylabel("clients")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel(metric)
         if metric == "accuracy":
             as_percent(axes, "x")
-        legend_below(figure, entries[:MOST_LINES])
+        legend_below(figure, entries)
     of = {f"clients of {name}": heights for name, heights in counts.items()}
     data = pd.DataFrame({"from": edges[:-1], "to": edges[1:], **of})
-    total = np.sum(list(counts.values()), axis=0)
     marks = [
-        (axes, float(a + b) / 2, float(n), f"{n} clients from {in_words(a, metric)} to {in_words(b, metric)}")
-        for a, b, n in zip(edges[:-1], edges[1:], total, strict=True)
+        (axes, float(a + b) / 2, float(n), f"{n:.0f} clients from {in_words(a, metric)} to {in_words(b, metric)}")
+        for a, b, n in zip(edges[:-1], edges[1:], bottom, strict=True)
         if n
     ]
     caption = f"{len(table):,} clients in round {_last_round(run)}, 40 bins, by group."
     return Chart("histogram", f"How {metric} is spread over clients", caption, figure, data, marks)
 
 
-def _stacked(axes: Axes, edges: np.ndarray, counts: Mapping[str, np.ndarray]) -> list[tuple[Artist, str]]:
-    """Bars on bars; gives the entries of the legend."""
-    bottom = np.zeros(len(edges) - 1)
-    entries: list[tuple[Artist, str]] = []
-    for number, (name, heights) in enumerate(counts.items()):
-        colour, hatch = COLOURS[number % len(COLOURS)], ("", "///", "...")[number // len(COLOURS) % 3]
-        axes.bar(
-            edges[:-1], heights, np.diff(edges), bottom, align="edge", color=colour, hatch=hatch, edgecolor="white",
-            linewidth=0.4,
-        )  # fmt: skip
-        bottom = bottom + heights
-        entries.append((Patch(facecolor=colour, hatch=hatch, edgecolor="white"), name))
-    return entries
+class _Series(NamedTuple):
+    """Groups of clients that are drawn alike, and how."""
+
+    name: str
+    groups: Sequence[str]
+    colour: str
+    shape: str
+    hatch: str
+
+
+def _series(run: Run) -> list[_Series]:
+    """One for each group, in the colours of all figures; of many groups the last are one."""
+    groups = list(dict.fromkeys(run.clients["group"]))
+    alone = groups if len(groups) <= MOST_LINES else groups[: MOST_LINES - 1]
+    found = []
+    for number, name in enumerate(alone):
+        hatch = ("", "///", "...")[number // len(COLOURS) % 3]
+        found.append(_Series(name, [name], COLOURS[number % len(COLOURS)], shape_of(number), hatch))
+    rest = groups[len(alone) :]
+    return [*found, _Series(f"{len(rest)} other groups", rest, GREY, ".", "")] if rest else found
 
 
 def _by_round(
@@ -155,8 +172,10 @@ def _by_round(
     if not tables:
         return None
     names = list(dict.fromkeys(name for table in tables for name in table.columns))
-    last = {name: np.mean([table[name].dropna().iloc[-1] for table in tables if name in table]) for name in names}
+    last = pd.concat([table.ffill().iloc[-1] for table in tables], axis=1).mean(axis=1)
     worst_first = sorted(names, key=lambda name: last[name], reverse=metric not in ("accuracy", "signal_to_noise"))
+    by_seed = pd.concat(tables).groupby(level="round")
+    means, lows, highs, counts = by_seed.mean(), by_seed.min(), by_seed.max(), by_seed.count()
     shown = set(worst_first if len(names) <= MOST_LINES else worst_first[: MOST_LINES - 1])
     rows: list[pd.DataFrame] = []
     marks = []
@@ -164,8 +183,8 @@ def _by_round(
         figure, axes = new_axes()
         entries: list[tuple[Artist, str]] = []
         for number, name in enumerate(names):
-            seeds = pd.concat([table[name] for table in tables if name in table], axis=1)
-            mean, low, high = seeds.mean(axis=1), seeds.min(axis=1), seeds.max(axis=1)
+            mean = means[name].dropna()  # a round in which nobody of the group took part has none
+            low, high, seeds = (part[name][mean.index] for part in (lows, highs, counts))
             style = style_of(number) if name in shown else {"color": GREY, "linewidth": 0.7}
             dot = "." if len(mean) < 40 and name in shown else ""
             (line,) = axes.plot(mean.index, mean, marker=dot, **style)
@@ -173,13 +192,13 @@ def _by_round(
                 axes.fill_between(mean.index, low, high, color=style["color"], alpha=0.16, linewidth=0)
             if name in shown:
                 told = " (worst)" if name == worst_first[0] and len(names) > 1 and model == "served" else ""
-                entries.append((line, name + told))
+                entries.append((line, shortened(name, LONGEST - len(told)) + told))
                 marks += [
                     (axes, float(at), float(value), f"{name}, round {at}: {_with_span(value, a, b, metric)}")
                     for at, value, a, b in zip(mean.index, mean, low, high, strict=True)
                 ]
             frame = {"group": name, "round": mean.index, "mean": mean, "low": low, "high": high}
-            rows.append(pd.DataFrame(frame | {"seeds": seeds.notna().sum(axis=1)}))
+            rows.append(pd.DataFrame(frame | {"seeds": seeds}))
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _metric_axis(axes, metric)

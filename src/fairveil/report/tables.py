@@ -11,12 +11,13 @@ import numpy as np
 import pandas as pd
 
 from fairveil.fairness import Summary, fairness_symbol, group_differences, group_frame, summarise
-from fairveil.intervals import Interval, Sample, Statistic, bootstrap, group_of, mean_of, worst_group_of
+from fairveil.intervals import Interval, Sample, Statistic, bootstrap, mean_of, worst_group_of
 from fairveil.reading import Run
 from fairveil.report.chart import in_words
 from fairveil.report.page import Cell, Table, number, words
 
 MOST_ROWS = 500  # of a table of clients; the download has them all
+MOST_VALUES = 50  # of an attribute in a table of rates
 
 
 class Judged:
@@ -55,6 +56,12 @@ class Judged:
     def interval(self, statistic: Statistic) -> Interval:
         return bootstrap([self.sample], statistic)
 
+    def of_group(self, code: int) -> Interval:
+        """The mean of one group: its own clients are resampled, and others cost no time."""
+        inside = self.group == code
+        parts = (None if part is None else part[inside] for part in (self.sample.tests, self.sample.shared))
+        return bootstrap([Sample(self.values[inside], self.group[inside], *parts)], mean_of)
+
     @property
     def worst(self) -> Statistic:
         return partial(worst_group_of, higher_is_better=self.better)
@@ -74,7 +81,7 @@ def group_table(judged: Judged) -> Table:
     for code, name in enumerate(judged.names):
         inside = judged.group == code
         if inside.any():
-            found = judged.interval(group_of(code))
+            found = judged.of_group(code)
             values, tests = judged.values[inside], judged.tests[inside]
             pick = np.min if judged.better else np.max
             rows.append(
@@ -126,11 +133,12 @@ def figure_table(judged: Judged) -> Table:
 
 
 def attribute_tables(run: Run) -> list[Table]:
-    """What a user of fairlearn expects: rates by group of clients, and by every attribute of the records."""
+    """What a user of fairlearn expects: rates by group of clients, and by every attribute with not too many values."""
     order = {"": list(dict.fromkeys(run.clients["group"])), **run.facts.get("attributes", {})}
     return [
         table
         for place, (name, counts) in enumerate(run.confusions().items())
+        if counts["value"].nunique() <= MOST_VALUES
         for table in _rates(place, name or "group of clients", counts, run.positive, order[name])
     ]
 
