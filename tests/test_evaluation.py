@@ -147,12 +147,12 @@ def test_judged_by_clients_there_are_no_scores_by_attribute(visits: dict[str, An
     assert set(run.confusion["attribute"]) == {"", "sex", "band"}
 
 
-# ---- another way to judge is another run -----------------------------------------------------------
+# ---- another way to judge changes no release -------------------------------------------------------
 
 
 def test_how_a_run_is_judged_changes_nothing_that_is_planned(visits: dict[str, Any]) -> None:
-    """The same records, releases and price. But the config is another one, and with it the noise: the two runs are
-    two draws, whose prices add up. What is typed as it would be by default leaves the config as it is."""
+    """The same records, releases, price and noise: what is sent is the same, and tells nothing more. The config is
+    another one, since the result is. What is typed as it would be by default leaves the config as it is."""
     plans = {
         name: make_plan(make_config(visits | {"fairness": fairness}))
         for name, fairness in {
@@ -167,8 +167,22 @@ def test_how_a_run_is_judged_changes_nothing_that_is_planned(visits: dict[str, A
     for plan in plans.values():
         assert plan.federation.fingerprint == plain.federation.fingerprint
         assert plan.releases == plain.releases and plan.price == plain.price
-    assert plans["typed"].root == plain.root
-    assert len({plan.root for plan in plans.values()}) == 4
+    assert len({plan.root for plan in plans.values()}) == 1
+    assert plans["typed"].config.digest() == plain.config.digest()
+    assert len({plan.config.digest() for plan in plans.values()}) == 4
+
+
+def test_a_run_sends_the_same_however_it_is_judged(
+    visits: dict[str, Any], runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise and all: every answer in the ledger has the same digest."""
+    monkeypatch.setattr(evaluation, "LEAST_STEPS", 20)
+    sent = []
+    for fairness in ({}, {"groups": "sex", "reference": "central", "positive": 2}):
+        folder = start_run(make_config(visits | {"fairness": fairness}), runs=runs).folder
+        with Store(folder) as store:
+            sent.append(store.ledger.entries())
+    assert sent[0] == sent[1] and sent[0]
 
 
 def test_without_noise_a_run_is_the_same_however_it_is_judged(

@@ -118,9 +118,9 @@ class PrivacyConfig(Section):
 
 
 class FairnessConfig(Section):
-    """How a run is judged. Nothing here changes what is trained; what is left out leaves the hash of a config alone.
+    """How a run is judged. Nothing here changes what is sent: the same noise, the same models.
 
-    What is typed makes it another config, and so another run: with noise of its own, at a price of its own.
+    What is typed makes it another config, for its result is another one; what is left out leaves the hash alone.
     """
 
     groups: str = "cluster"  # the groups of the clients; or a sensitive attribute of the records

@@ -13,7 +13,7 @@ from typing import Any
 from dp_accounting import DpEvent
 
 from fairveil.algorithms.base import Algorithm
-from fairveil.config import PrivacyConfig, RunConfig
+from fairveil.config import FairnessConfig, PrivacyConfig, RunConfig
 from fairveil.data.federation import GRID_PER_DECADE, Federation, nominal_sizes
 from fairveil.errors import UserError, nearest
 from fairveil.models import Model
@@ -64,7 +64,8 @@ class Plan:
 
         The same config with other code is another run: under the same noise their difference would show the records.
         """
-        return f"{self.config.seed} {self.config.digest()} {self.federation.fingerprint} {self.code}"
+        trained = self.config.model_copy(update={"fairness": FairnessConfig()})  # how it is judged changes no release
+        return f"{self.config.seed} {trained.digest()} {self.federation.fingerprint} {self.code}"
 
     @cached_property
     def code(self) -> str:

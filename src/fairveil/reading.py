@@ -149,8 +149,9 @@ class Run:
     def confusions(self) -> dict[str, pd.DataFrame]:
         """The confusion counts by group of clients ("") and by every attribute of the records, where they tell some
         apart: client, value, actual, predicted, n."""
-        group = self.clients["group"].to_numpy()
-        table = self.confusion
+        group, table = self.clients["group"].to_numpy(), self.confusion
+        if table.empty:  # it is counted at the end
+            return {}
         everyone = table[table["attribute"] == ""]
         found = {"": everyone.assign(value=group[everyone["client"].to_numpy()])} if self.positive is not None else {}
         found |= {name: table[table["attribute"] == name] for name in self.facts.get("attributes", {})}
