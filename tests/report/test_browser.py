@@ -321,8 +321,11 @@ def test_the_numbers_are_those_of_the_functions(opened: Callable[..., Any], run:
 
 def test_a_printed_page_has_no_buttons_and_whole_tables(shown: tuple[Any, Path]) -> None:
     page = shown[0].page
+    before = page.viewport_size
     page.emulate_media(media="print")
+    page.set_viewport_size({"width": 700, "height": 990})  # a sheet of A4 between its margins
     try:
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert page.locator(".download").count() and page.locator(".download:visible").count() == 0
         assert not page.locator("nav").is_visible() and not page.locator("#tip").is_visible()
         assert page.locator(".sort:visible").count() > 5  # the headings themselves stay
@@ -334,6 +337,7 @@ def test_a_printed_page_has_no_buttons_and_whole_tables(shown: tuple[Any, Path])
             (t) => getComputedStyle(t).overflowY === "visible" && getComputedStyle(t).maxHeight === "none")""")
     finally:
         page.emulate_media(media="screen")
+        page.set_viewport_size(before)
 
 
 CONTRAST = """selector => {
