@@ -284,11 +284,15 @@ def _connected(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _database(folder: Path) -> sqlite3.Connection:
-    """Where not even a lock may be written beside it, it is read as a file that nobody changes."""
+    """Where not even a lock may be written beside it, it is read as a file that nobody changes.
+
+    Where nobody writes, too: reading would leave an empty log beside it.
+    """
+    log = folder / "run.sqlite-wal"
     try:
-        return _opened(folder, "mode=ro")
+        if log.exists():  # whoever writes has one
+            return _opened(folder, "mode=ro")
     except sqlite3.OperationalError as error:
-        log = folder / "run.sqlite-wal"
         if log.exists() and log.stat().st_size:  # it would be passed over, and with it the last rounds
             raise RunFault(
                 f"{folder} could not be read: {error}. The run is not finished, and reading its last rounds takes a "

@@ -113,12 +113,12 @@ def _verdict(run: Run, statement: Statement, spent: Spending, judged: Judged | N
     if run.attribute is None:
         chance = gap_by_chance(judged.sample)
         alone = "" if math.isnan(chance) else f"; chance alone gives up to {_points(chance, metric)}"
-        worst_note, gap_note = in_range(judged.interval(judged.worst), metric), in_range(gap, metric) + alone
+        worst_note, gap_note = in_range(judged.interval(judged.worst), metric), in_range(gap, metric, _points) + alone
     else:
         worst_note = gap_note = f"over test records, by {run.attribute}"
         if run.attribute in (found := run.confusions()):
             apart = group_differences(found[run.attribute], run.positive)["accuracy"]
-            gap_note = f"by {run.attribute}; {in_range(apart, metric)}"
+            gap_note = f"by {run.attribute}; {in_range(apart, metric, _points)}"
     cards.append(Card("Worst group", f"{in_words(by_group[worst], metric)}: {shortened(worst, 40)}", worst_note))
     cards.append(
         Card("Gap between groups", _points(spread, metric), gap_note, warn=metric == "accuracy" and spread > 0.1)

@@ -73,7 +73,8 @@ class CellView:
         status = "failed" if cell in folder.errors and not held else "running" if held else "stopped"
         status = "finished" if run.result is not None else status
         done = f"{len(run.rounds)} of {run.config['algorithm']['rounds']} rounds"
-        return cls(status, worst, float(run.statement["epsilon"]), run.main, done)
+        epsilon = run.statement.get("epsilon")  # None: the statement is damaged, and its own page says so
+        return cls(status, worst, None if epsilon is None else float(epsilon), run.main, done)
 
     def cell(self) -> Cell:
         mark = {"finished": "good", "failed": "bad", "running": "busy"}.get(self.status, "")

@@ -4,7 +4,7 @@ interval."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -67,11 +67,11 @@ class Judged:
         return partial(worst_group_of, higher_is_better=self.better)
 
 
-def in_range(found: Interval, metric: str) -> str:
+def in_range(found: Interval, metric: str, said: Callable[[float, str], str] = in_words) -> str:
     """An interval in words, with its n."""
     if math.isnan(found.low):
         return f"no interval: too few {found.unit} (n = {found.n:,})"
-    return f"95%: {in_words(found.low, metric)} to {in_words(found.high, metric)} (n = {found.n:,} {found.unit})"
+    return f"95%: {said(found.low, metric)} to {said(found.high, metric)} (n = {found.n:,} {found.unit})"
 
 
 def group_table(judged: Judged) -> Table:
