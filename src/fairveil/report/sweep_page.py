@@ -100,7 +100,8 @@ def _cards(folder: SweepFolder) -> list[Card]:
         part = result.means[result.means["measure"] == f"{metric}_{measure}"].dropna(subset=["mean"])
         if len(part):
             best = part.loc[part["mean"].idxmax() if metric == "accuracy" else part["mean"].idxmin()]
-            note = f"{_setting(folder, best)}; n = {best['n']} seeds. Chosen by looking: too good by a little"
+            seeds = "1 seed" if best["n"] == 1 else f"{best['n']} seeds"
+            note = f"{_setting(folder, best)}; n = {seeds}. Chosen by looking: too good by a little"
             cards.append(Card(f"Best {name}", in_words(float(best["mean"]), metric), note))
     return cards
 
