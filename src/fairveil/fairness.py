@@ -98,6 +98,13 @@ def spread_of(accuracies: np.ndarray, tests: np.ndarray) -> float | None:
     return float(accuracies.var() - (1 - 1 / len(accuracies)) * sampling)
 
 
+def pooled(values: np.ndarray, n: np.ndarray, metric: str) -> np.ndarray:
+    """The metric over all records together, of values (..., clients) over n (..., clients) records each; NaN: none."""
+    power = 2 if metric == "rmse" else 1  # errors add up by their squares
+    with np.errstate(invalid="ignore"):
+        return (np.nansum(values**power * n, axis=-1) / np.nansum(n, axis=-1)) ** (1 / power)
+
+
 def histogram(values: np.ndarray, bins: int = 40, *, higher_is_better: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Counts (bins,) and edges (bins + 1,) of values (clients,): over [0, 1] for accuracies, else over [min, max]."""
     return np.histogram(values, bins, range=(0.0, 1.0) if higher_is_better else None)

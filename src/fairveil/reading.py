@@ -17,7 +17,7 @@ import pandas as pd
 
 from fairveil.config import read_toml
 from fairveil.errors import RunFault, UserError
-from fairveil.fairness import PrivacyCost, privacy_cost
+from fairveil.fairness import PrivacyCost, pooled, privacy_cost
 from fairveil.privacy.mechanisms import Mechanism, from_canonical
 from fairveil.provenance import published
 from fairveil.store import CLIENT, VALUE, is_held, of_records
@@ -125,11 +125,11 @@ class Run:
             values = self.scores(metric, split=split, model=model)
             found = values.T.groupby(self.clients["group"].to_numpy(), sort=False).mean().T
         else:
-            columns, power = {}, 2 if metric == "rmse" else 1  # errors add up by their squares
+            columns = {}
             for name in self.groups:
                 split = of_records(self.attribute, name)
                 values, n = (table(metric, split=split, model=model) for table in (self.scores, self.counts))
-                columns[name] = ((values**power * n).sum(axis=1) / n.sum(axis=1)) ** (1 / power)
+                columns[name] = pd.Series(pooled(values.to_numpy(), n.to_numpy(), metric), values.index)
             found = pd.DataFrame(columns)
         return found.dropna(axis=1, how="all")
 

@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from fairveil.clustering import adjusted_rand
 from fairveil.errors import UserError
-from fairveil.fairness import Summary, summarise
+from fairveil.fairness import Summary, pooled, summarise
 from fairveil.plan import Plan
 from fairveil.session import Pick
 from fairveil.store import Store, of_records
@@ -73,8 +73,7 @@ def _by_attribute(plan: Plan, store: Store, metric: str, summary: Summary) -> Su
         split = of_records(attribute, value)
         scores, n = store.scores(metric, split), store.counts(metric, split)
         if scores:
-            power = 2 if metric == "rmse" else 1  # errors are pooled by their squares
-            by_group[value] = (sum(scores[c] ** power * n[c] for c in scores) / sum(n.values())) ** (1 / power)
+            by_group[value] = float(pooled(np.array([*scores.values()]), np.array([*n.values()]), metric))
             clients[value] = len(scores)
     worst = (min if metric == "accuracy" else max)(by_group, key=lambda value: by_group[value])
     gap = max(by_group.values()) - min(by_group.values())

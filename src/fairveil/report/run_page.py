@@ -15,6 +15,7 @@ from fairveil.errors import RunFault
 from fairveil.fairness import group_differences
 from fairveil.intervals import gap_by_chance, gap_of, mean_of
 from fairveil.privacy.statement import Statement, rounded_up
+from fairveil.provenance import PACKAGES
 from fairveil.reading import Run
 from fairveil.report.budget import Spending, budget_by_round, spending
 from fairveil.report.chart import Chart, in_words, shortened
@@ -208,9 +209,7 @@ def reproduce(run: Run) -> list[Text]:
     command = f"fairveil run {shlex.quote(str(folder / 'config.toml'))}"
     facts = {"config hash": run.provenance.get("config"), "code": run.provenance.get("code")}
     facts |= {"commit": run.provenance.get("commit"), "data (published hash)": run.provenance.get("data")}
-    versions = {
-        name: run.provenance[name] for name in ("fairveil", "torch", "numpy", "dp-accounting") if name in run.provenance
-    }
+    versions = {name: run.provenance[name] for name in PACKAGES if name in run.provenance}
     settled = run.facts.get("settled") or {}
     lines = [f"{name}: {value}" for name, value in {**facts, **versions}.items()]
     lines += [f"settled by the planner: algorithm.{key} = {value}" for key, value in settled.items()]

@@ -27,8 +27,8 @@ class Judged:
         self.run, self.metric, self.better = run, run.main, run.main == "accuracy"
         self.scored = ~np.isnan(values)
         self.values, self.tests = values[self.scored], tests[self.scored]
-        self.names = list(dict.fromkeys(run.clients["group"]))
-        self.group = np.array([self.names.index(name) for name in run.clients["group"]])[self.scored]
+        codes, names = pd.factorize(run.clients["group"])
+        self.names, self.group = names.tolist(), codes[self.scored]
         sizes = np.bincount(self.group, minlength=len(self.names))
         shared = None
         if run.facts.get("common_tests"):  # of the same group under the same model: one and the same score
@@ -143,9 +143,7 @@ def attribute_tables(run: Run) -> list[Table]:
     ]
 
 
-def _rates(
-    place: int, name: str, counts: pd.DataFrame, positive: int | None, order: Sequence[str]
-) -> list[Table]:  # fmt: skip
+def _rates(place: int, name: str, counts: pd.DataFrame, positive: int | None, order: Sequence[str]) -> list[Table]:
     """A row for each value, in the order in which the data have them: "below 45" comes before "45 to 54"."""
     rates = group_frame(counts, positive).by_group
     rates = rates.loc[[value for value in order if value in rates.index]]
@@ -162,7 +160,8 @@ def _rates(
     return [
         Table(f"rates-{place}", f"By {name}, over test records.{class_}", [name, *columns], rows),
         Table(
-            f"differences-{place}", f"Largest differences by {name}. Intervals: bootstrap, 1,000 draws.",
+            f"differences-{place}", f"Largest differences by {name}. Intervals: bootstrap, 1,000 draws; a difference "
+            "is never below 0, so that low is above 0 does not show one.",
             ["difference", "value", "95% interval", "n"], differences,
         ),
     ]  # fmt: skip
