@@ -18,6 +18,7 @@ from fairveil.data.federation import Standardise
 from fairveil.privacy.mechanisms import ClientMechanism, CohortSums, Mechanism, Part
 from fairveil.privacy.moments import NoisyMoments, bound, contributions, mean_and_deviation
 from fairveil.privacy.release import Reply
+from fairveil.remote import Array, deployable
 from fairveil.session import Member, Session
 
 
@@ -46,11 +47,13 @@ def feature_statistics(
     return mean_and_deviation(torch.stack([cast(Tensor, reply["moments"]) for reply in replies]).sum(dim=0))
 
 
+@deployable(by=NoisyMoments)
 def release_moments(members: Sequence[Member]) -> list[Reply]:
     """Each client releases the noisy moments of its own records."""
     return [Reply(cast(ClientMechanism, member.mechanism).release(member)[0]) for member in members]
 
 
+@deployable(by=CohortSums, columns=Array(("d", 2), torch.int64))
 def share_moments(members: Sequence[Member]) -> list[Reply]:
     """Each client shares the mean contribution of its records to the moments.
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from torch import Tensor
 
 from fairveil.data.federation import ClientData
-from fairveil.errors import PrivacyError
+from fairveil.errors import PrivacyError, RunFault
 from fairveil.models import Model
 from fairveil.privacy.accounting import Adjacency
 from fairveil.privacy.ledger import FEDERATION, Entry, Ledger
@@ -149,7 +149,7 @@ class Engine(Protocol):
     """Where tasks run."""
 
     def run(self, job: Job) -> Iterator[tuple[int, Reply]]:
-        """The reply of every client of the job, in any order."""
+        """The reply of every client of the job, in any order; without those that it may do without."""
 
 
 Observe = Callable[[int, str, Mapping[str, float]], None]
@@ -240,17 +240,18 @@ class Session:
         mechanisms = [mechanism(self.terms[int(i)]) if mechanism else None for i in clients]
         job = self._job("ask", task, clients, mechanisms, shared or {}, each or {})
         replies = dict(self._engine.run(job))
-        outs = [replies[call.client].out for call in job.calls]
-        values = self._checked(job, outs)
+        answered = [call for call in job.calls if call.client in replies]
+        outs = [replies[call.client].out for call in answered]
+        values = dict(zip((call.client for call in answered), self._checked(job, answered, outs), strict=True))
         self._ledger.post(
             [
                 Entry(call.client, job.request, out.mechanism, call.digest, out.digest)
-                for call, out in zip(job.calls, outs, strict=True)
+                for call, out in zip(answered, outs, strict=True)
                 if isinstance(out, Release)
             ]
         )
         self._keep(job, replies)
-        return values
+        return [values[c.client] if c.client in values else _silence(job, c, values) for c in job.calls]
 
     def sum(
         self,
@@ -299,26 +300,25 @@ class Session:
             )
         if len(set(clients.tolist())) < len(clients):
             raise TypeError("a client is asked twice in one request: its second answer would be an unpriced one")
-        digest = digest_values({"task": f"{task.__module__}.{task.__qualname__}"}, shared)  # once for all clients
+        digest = job_digest(task, shared)  # once for all clients
         alike: dict[Mechanism | None, tuple[Mechanism | None, bytes]] = {}
         calls = []
         for client, given in zip(clients.tolist(), mechanisms, strict=True):
             if given not in alike:
-                text = canonical(given) if given else ""
-                alike[given] = given, digest_values({"mechanism": text}, before=digest)
+                alike[given] = given, mechanism_digest(given, digest)
             mechanism, before = alike[given]  # equal ones are one object, which travels once
             own = {name: pick[client] for name, pick in each.items()}
             kept = self._personal.get(client, {})
             calls.append(Call(client, own, mechanism, kept, digest_values(own, kept, before=before)))
         return Job(task, self._next(what), shared, calls, digest)
 
-    def _checked(self, job: Job, outs: Sequence[object]) -> list[Mapping[str, Plain]]:
+    def _checked(self, job: Job, calls: Sequence[Call], outs: Sequence[object]) -> list[Mapping[str, Plain]]:
         """The values of replies that all have a price, or all need none.
 
         Who releases and who does not would itself be a message, so clients answer alike.
         """
         task, values = job.task, []
-        for call, out in zip(job.calls, outs, strict=True):
+        for call, out in zip(calls, outs, strict=True):
             if isinstance(out, Release):
                 if out.mechanism != call.mechanism:
                     raise TypeError(f"task {task.__name__}: released by {out.mechanism}, asked {call.mechanism}")
@@ -352,6 +352,28 @@ class Session:
             raise TypeError("start() asks nothing: what is asked of clients belongs to a round")
         self._asked += 1
         return f"{self._stage}, {what} {self._asked}"
+
+
+def job_digest(task: Task, shared: Mapping[str, Plain]) -> bytes:
+    """Of the task and of what all clients get."""
+    return digest_values({"task": f"{task.__module__}.{task.__qualname__}"}, shared)
+
+
+def mechanism_digest(mechanism: Mechanism | None, before: bytes) -> bytes:
+    """Of the mechanism too. With a client's own inputs and its personal state this is the digest of a call."""
+    return digest_values({"mechanism": canonical(mechanism) if mechanism else ""}, before=before)
+
+
+def _silence(job: Job, call: Call, others: Mapping[int, Mapping[str, Plain]]) -> Mapping[str, Plain]:
+    """What stands for the answer of a client that gave none, where the engine lets a run go on without it.
+
+    Nothing came from it, so nothing is posted, and what stands here is a function of what it was asked.
+    """
+    if call.mechanism is not None:
+        return cast(ClientMechanism, call.mechanism).nothing({**job.shared, **call.each})
+    if any(others.values()):
+        raise RunFault(f"client {call.client} did not answer {job.request}, and nothing public can stand for it")
+    return {}
 
 
 def _unpriced(task: Task, out: object, rule: str) -> TypeError:

@@ -16,17 +16,23 @@ from fairveil.privacy.choice import PrivateChoice
 from fairveil.privacy.mechanisms import CohortSums
 from fairveil.privacy.release import Kept, Reply
 from fairveil.privacy.training import NoisyTraining, train
+from fairveil.remote import Array, deployable
 from fairveil.session import Member
 
 EVALUATED = 500  # test records that are scored at once
 
 
+@deployable(
+    by=NoisyTraining, model=Array(("p",)), learning_rate=float, centre=Array(("p",)), pull=float, pull_inside=bool,
+    optional=("centre", "pull", "pull_inside"),
+)  # fmt: skip
 def local_update(members: Sequence[Member]) -> list[Reply]:
     """Each client trains the input "model" under its own mechanism and releases the update (record level)."""
     trained = train([cast(NoisyTraining, member.mechanism) for member in members], members)
     return [Reply(release, diagnostics=diagnostics) for release, diagnostics in trained]
 
 
+@deployable(by=CohortSums, model=Array(("p",)), learning_rate=float, local_epochs=int, batch_size=int)
 def bounded_update(members: Sequence[Member]) -> list[Reply]:
     """Each client trains the input "model" by plain SGD and shares its bounded update (client level).
 
@@ -47,6 +53,7 @@ def bounded_update(members: Sequence[Member]) -> list[Reply]:
     return replies
 
 
+@deployable(by=PrivateChoice, models=Array(("m", "p")), prior=Array(("m",), torch.float64), optional=("prior",))
 def choose_model(members: Sequence[Member]) -> list[Reply]:
     """Each client privately chooses among the input "models" (m, p) by its own mechanism, and releases the choice."""
     replies = []
@@ -56,6 +63,7 @@ def choose_model(members: Sequence[Member]) -> list[Reply]:
     return replies
 
 
+@deployable(model=Array(("p",)), split=str, optional=("model", "split"))
 def evaluate(members: Sequence[Member]) -> list[Reply]:
     """Score a model on each client's test records. Nothing leaves: the numbers are diagnostics.
 

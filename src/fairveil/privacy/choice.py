@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fairveil.privacy.accounting import Adjacency, SelectionDpEvent
 from fairveil.privacy.mechanisms import Client
-from fairveil.privacy.release import MINT, Release
+from fairveil.privacy.release import MINT, Plain, Release
 from fairveil.streams import Stream
 
 Score = Literal["correct", "loss"]
@@ -107,6 +108,11 @@ class PrivateChoice:
         gap = abs(float(others.max())) if len(others) and others.max() > -math.inf else 0.0
         diagnostics = {"score_gap": gap, "best": float(best), "chosen_best": float(chosen == best)}
         return Release({"choice": chosen}, self, client.key, MINT), diagnostics
+
+    def nothing(self, inputs: Mapping[str, Any]) -> dict[str, Plain]:
+        """The model that is likeliest beforehand."""
+        prior = inputs.get("prior")
+        return {"choice": 0 if prior is None else int(prior.argmax())}
 
     @torch.no_grad()
     def scores(self, client: Client) -> Tensor:

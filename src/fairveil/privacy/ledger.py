@@ -62,13 +62,13 @@ class Ledger:
         )
 
     def set_plan(self, planned: Mapping[int, Mapping[Mechanism, int]]) -> None:
-        """Write the plan of every unit; a plan that is already there never changes."""
-        if self._planned:
+        """Write the plan of these units; a plan that is already there never changes."""
+        if planned.keys() & {unit for unit, _ in self._planned}:
             raise PrivacyError("this run already has a plan: what was promised cannot be changed afterwards")
         with self.database:
             rows = [(unit, self._id(m), count) for unit, releases in planned.items() for m, count in releases.items()]
             self.database.executemany("INSERT INTO plan VALUES (?, ?, ?)", rows)
-        self._planned = _counts(rows)
+        self._planned.update(_counts(rows))
 
     def post(self, entries: Sequence[Entry]) -> None:
         """Post entries in one transaction; when this returns they are on disk.
@@ -115,6 +115,12 @@ class Ledger:
         """Every entry: unit, request, mechanism in canonical form, digests of the inputs and of the reply."""
         query = "SELECT unit, request, what, digest, reply FROM ledger JOIN mechanism ON id = mechanism"
         return sorted(self.database.execute(query))
+
+    def answered(self, request: str, unit: int) -> tuple[str, bytes, bytes] | None:
+        """What a unit has released upon a request: mechanism in canonical form, digests of the inputs and the reply."""
+        query = "SELECT what, digest, reply FROM ledger JOIN mechanism ON id = mechanism WHERE request = ? AND unit = ?"
+        row: tuple[str, bytes, bytes] | None = self.database.execute(query, (request, unit)).fetchone()
+        return row
 
     def planned(self) -> dict[int, Counter[str]]:
         """The plan of each unit, mechanisms in canonical form."""

@@ -25,7 +25,7 @@ from dp_accounting import (
 from torch import Tensor
 
 from fairveil.errors import UserError
-from fairveil.privacy.release import MINT, Release, Share
+from fairveil.privacy.release import MINT, Plain, Release, Share
 from fairveil.streams import Stream
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ class ClientMechanism(Mechanism, Protocol):
 
     def release(self, client: Client) -> tuple[Release, dict[str, float]]:
         """The release, and diagnostics for the metrics table."""
+
+    def nothing(self, inputs: Mapping[str, Any]) -> dict[str, Plain]:
+        """What stands for the release of a client that is not there; every release has its names, types and shapes."""
 
 
 def canonical(mechanism: Mechanism) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ from dp_accounting import DpEvent
 from torch import Tensor
 
 from fairveil.privacy.mechanisms import Client, noise_std, on_grid, sampled_gaussian
-from fairveil.privacy.release import MINT, Release
+from fairveil.privacy.release import MINT, Plain, Release
 
 LEAST_DEVIATION = 0.01  # of half the public range: a column that hardly varies is not blown up by the noise
 
@@ -68,6 +70,10 @@ class NoisyMoments:
         if std:
             total = on_grid(total + std * client.noise().normal(len(total)), std)
         return Release({"moments": total}, self, client.key, MINT), {}
+
+    def nothing(self, inputs: Mapping[str, Any]) -> dict[str, Plain]:
+        """The sums over no records."""
+        return {"moments": torch.zeros(3 * len(self.columns), dtype=torch.float64)}
 
 
 def mean_and_deviation(moments: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fairveil.privacy.gradients import ClippedSums, clipped_sums, objective_sum, path_of
 from fairveil.privacy.mechanisms import Client, grid, noise_std, sampled_gaussian
-from fairveil.privacy.release import MINT, Release
+from fairveil.privacy.release import MINT, Plain, Release
 from fairveil.streams import Stream
 
 SHIFT = 2  # pixels by which a perturbed copy is moved at most, each way
@@ -85,6 +85,10 @@ class NoisyTraining:
         top, after the clip, or with each record's gradient inside it ("pull_inside").
         """
         return train([self], [client])[0]
+
+    def nothing(self, inputs: Mapping[str, Any]) -> dict[str, Plain]:
+        """No step at all."""
+        return {"update": torch.zeros_like(inputs["model"])}
 
 
 def train(mechanisms: Sequence[NoisyTraining], clients: Sequence[Client]) -> list[tuple[Release, dict[str, float]]]:

@@ -1,0 +1,159 @@
+"""What may be asked of a client on another machine, and the envelope in which it travels.
+
+A task travels by name. It is found among those that the client itself has loaded, never imported because a message says
+so, and only if it says beforehand which mechanism it answers by and which inputs it takes: a client checks these before
+anything is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fairveil.privacy.choice import PrivateChoice
+from fairveil.privacy.mechanisms import ClientMechanism
+from fairveil.privacy.release import Plain
+from fairveil.session import Task
+
+DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A message between a server and a client: a word that says what it is, and named arrays and plain values."""
+
+    kind: str
+    values: Mapping[str, Plain] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """In bytes, about."""
+        total = sum(map(len, self.values))
+        for value in self.values.values():
+            total += value.nbytes if isinstance(value, Tensor) else len(value) if isinstance(value, str) else 8
+        return total
+
+    def under(self, prefix: str) -> dict[str, Plain]:
+        """The values whose names begin so, by the rest of their names."""
+        return {name.removeprefix(prefix): v for name, v in self.values.items() if name.startswith(prefix)}
+
+    def text(self, name: str) -> str:
+        """A value that must be there and a text."""
+        value = self.values.get(name)
+        if not isinstance(value, str):
+            raise ValueError(f"{name!r} must be a text")
+        return value
+
+
+@dataclass(frozen=True)
+class Array:
+    """An input that is a tensor.
+
+    Attributes:
+        shape: "p" is the number of the model's parameters; another letter is any length, the same wherever it stands.
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Deployable:
+    """A task that may travel.
+
+    Attributes:
+        by: the kind of mechanism it answers by; None: it keeps everything to itself.
+        inputs: what it takes: a tensor, or a plain value of this type.
+        optional: which of them may be left out.
+    """
+
+    task: Task
+    by: type | None
+    inputs: Mapping[str, Array | type]
+    optional: frozenset[str]
+
+    def check(self, given: Mapping[str, Plain], parameters: int) -> None:
+        """Whether these inputs are what the task takes, all of them finite.
+
+        Raises:
+            ValueError: they are not, and why.
+        """
+        missing = self.inputs.keys() - self.optional - given.keys()
+        if missing or given.keys() - self.inputs.keys():
+            raise ValueError(f"it takes the inputs {sorted(self.inputs)}, not {sorted(given)}")
+        lengths: dict[str, int] = {"p": parameters}
+        for name, value in given.items():
+            wanted = self.inputs[name]
+            if isinstance(wanted, Array):
+                shape = tuple(value.shape) if isinstance(value, Tensor) else None
+                if shape is None or len(shape) != len(wanted.shape):
+                    raise ValueError(f"the input {name!r} has the wrong shape: {shape}")
+                if value.dtype != wanted.dtype:  # type: ignore[union-attr]
+                    raise ValueError(f"the input {name!r} has the wrong type: {value.dtype}")  # type: ignore[union-attr]
+                for length, place in zip(shape, wanted.shape, strict=True):
+                    expected = lengths.setdefault(place, length) if isinstance(place, str) else place
+                    if length != expected or not length:
+                        raise ValueError(f"the input {name!r} has the wrong shape: {shape}, and {place} is {expected}")
+            elif type(value) is not wanted:
+                raise ValueError(f"the input {name!r} must be a {wanted.__name__}, not a {type(value).__name__}")
+        check_finite(given)
+
+
+def check_finite(values: Mapping[str, Plain]) -> None:
+    """Whether all numbers are finite.
+
+    Raises:
+        ValueError: one of them is not.
+    """
+    for name, value in values.items():
+        finite = bool(value.isfinite().all()) if isinstance(value, Tensor) else True
+        if isinstance(value, float):
+            finite = math.isfinite(value)
+        if not finite:
+            raise ValueError(f"{name!r} holds NaN or an infinite value")
+
+
+def check_release(values: Mapping[str, Plain], mechanism: ClientMechanism, inputs: Mapping[str, Plain]) -> None:
+    """Whether values that came as a release have the names, types and shapes that one has, and are finite.
+
+    Raises:
+        ValueError: they have not.
+    """
+
+    def kind(value: Plain) -> tuple[object, ...]:
+        return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (type(value),)
+
+    found, wanted = ({name: kind(v) for name, v in many.items()} for many in (values, mechanism.nothing(inputs)))
+    if found != wanted:
+        raise ValueError(f"{found} came, and not {wanted}")
+    check_finite(values)
+    if isinstance(mechanism, PrivateChoice) and not 0 <= values["choice"] < len(inputs["models"]):  # type: ignore
+        raise ValueError(f"model {values['choice']} was chosen, which there is not")
+
+
+DEPLOYABLE: dict[str, Deployable] = {}  # by name, as far as modules are loaded
+
+T = TypeVar("T", bound=Task)
+
+
+def deployable(
+    *, by: type | None = None, optional: tuple[str, ...] = (), **inputs: Array | type
+) -> Callable[[T], T]:
+    """Say of a task what it takes, so that it may run on a client's own machine."""
+
+    def register(task: T) -> T:
+        DEPLOYABLE[name_of(task)] = Deployable(task, by, inputs, frozenset(optional))
+        return task
+
+    return register
+
+
+def name_of(task: Task) -> str:
+    """By which a task is known in messages and policies: a user's own with its module."""
+    own = task.__module__.partition(".")[0] != "fairveil"
+    return f"{task.__module__}:{task.__qualname__}" if own else task.__qualname__
