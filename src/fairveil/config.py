@@ -24,7 +24,6 @@ from fairveil.models import ModelSpec, check_model
 from fairveil.options import parse, shown
 from fairveil.plugins import source_digest
 from fairveil.privacy.accounting import Accountant, Adjacency
-from fairveil.privacy.statement import NoiseSource
 
 SCHEMA_VERSION = 1
 
@@ -67,7 +66,8 @@ class PrivacyConfig(Section):
     delta: float = Field(examples=[1e-4])
     clip_norm: float = Field(1.0, gt=0)
     accountant: Accountant = "tightest"
-    noise: NoiseSource = "reproducible"
+    noise: Literal["reproducible", "secret"] = "reproducible"
+    trust: Literal["server", "secure-sum"] | None = None  # with what clients contribute to a sum; None: the server
 
     @field_validator("epsilon")
     @classmethod
@@ -129,9 +129,14 @@ class FairnessConfig(Section):
 
 
 class EngineConfig(Section):
-    kind: Literal["local"] = "local"
+    kind: Literal["local", "ray"] = "local"  # ray: a simulation by Flower's engine, over a cluster
     workers: int | None = Field(None, ge=1, examples=[2])  # None: one for each core
     block: int | None = Field(None, ge=1, examples=[8])  # clients that share a call; None: as many as are fastest
+    address: str | None = Field(None, examples=["auto"])  # of a Ray cluster; None: one on this machine
+    # of a federation on many machines
+    minimum_clients: int | None = Field(None, ge=1, examples=[2])  # that must answer for a run to go on; None: all
+    timeout: float = Field(60.0, gt=0)  # seconds until a request is sent once more
+    retries: int = Field(9, ge=0)  # how often
 
 
 class MetricsConfig(Section):
@@ -165,6 +170,12 @@ class RunConfig(Section):
                 f"privacy.unit = {shown(self.privacy.unit)} is not what {self.algorithm.name} protects.",
                 f"It protects each {cls.unit}; the statement would promise something else than was done.",
                 f"privacy.unit = {shown(cls.unit)}, or another algorithm (fairveil list algorithms)",
+            )
+        if self.privacy.trust is not None and cls.unit != "client":
+            raise UserError(
+                f"privacy.trust = {shown(self.privacy.trust)} makes no sense with {self.algorithm.name}.",
+                "Its clients add the noise themselves, and need to trust nobody.",
+                "leave out privacy.trust",
             )
         return algorithm
 
@@ -357,14 +368,14 @@ delta = 1e-3                    # below 1 / (number of protected {unit}s)
 clip_norm = 1.0                 # bound on what one {unit} may contribute
 accountant = "tightest"         # the smaller of "rdp" and "pld", both valid
 noise = "reproducible"          # from the seed; or "secret", from a random key in the run folder
-
+{trust}
 [fairness]
 groups = "cluster"              # clients are compared by the groups of the data; or a sensitive attribute
 # positive = 1                  # the class that is an advantage, for demographic parity and equalised odds
 # reference = "central"         # what privacy costs each group: a model of its pooled records; evaluation only
 
 [engine]
-kind = "local"                  # this machine
+kind = "local"                  # this machine; or "ray", a cluster, by Flower's simulation engine
 # workers = 2                   # one for each core if left out
 # block = 8                     # clients that share a call; as many as are fastest if left out
 
@@ -381,13 +392,14 @@ def template(algorithm: str, path: str) -> str:
         line = f"{key} = {json.dumps(field.default)}"
         lines.append(f"{line:32}# {field.description}" if field.description else line)
     if cls.unit == "record":
-        protected = "record of one client"
+        protected, trust = "record of one client", ""
         split = (
             'split = { kind = "rotate", degrees = [0, 90, 180], clients = [2, 4, 4] }\n'
             "# or iid, label-flip, dirichlet, shards, power-law, one-class, natural"
         )
     else:
         protected = "client with all its records"
+        trust = '# trust = "server"             # or "secure-sum", which is simulated\n'
         split = (
             'split = { kind = "iid", clients = 100 }\n'
             "# or rotate, label-flip, dirichlet, shards, power-law, one-class, natural"
@@ -395,5 +407,5 @@ def template(algorithm: str, path: str) -> str:
     name = re.sub(r"[^A-Za-z0-9]+", "-", Path(path).stem).strip("-") or "run"
     return TEMPLATE.format(
         path=path, name=name, algorithm=algorithm, parameters="\n".join(lines), unit=cls.unit,
-        protected=protected, split=split,
+        protected=protected, split=split, trust=trust,
     )  # fmt: skip

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from fairveil.cache import kept
 from fairveil.data.federation import Federation, Records
-from fairveil.engine.local import LocalEngine
 from fairveil.models import Model
 from fairveil.plan import Plan
 from fairveil.privacy.release import Plain
 from fairveil.serving import Served, diverged
-from fairveil.session import Call, Job, Pick, Task
+from fairveil.session import Call, Engine, Job, Pick, Task
 from fairveil.store import Score, Store, of_records
 from fairveil.streams import Stream
 from fairveil.tasks import confuse, evaluate
@@ -34,7 +33,7 @@ Scales = tuple[np.ndarray, np.ndarray] | None
 EPOCHS, LEAST_STEPS, BATCH, RATE = 20, 4000, 64, 3e-3
 
 
-def scores_of(plan: Plan, engine: LocalEngine, number: int, served: Served, personal: Personal) -> list[Score]:
+def scores_of(plan: Plan, engine: Engine, number: int, served: Served, personal: Personal) -> list[Score]:
     """Score the served models on the clients' test records, and by the attribute that the run is judged by."""
     groups = plan.config.fairness.groups
     by = "" if groups == "cluster" else groups
@@ -52,7 +51,7 @@ def scores_of(plan: Plan, engine: LocalEngine, number: int, served: Served, pers
     return scores
 
 
-def save_confusion(plan: Plan, engine: LocalEngine, store: Store, served: Served, personal: Personal) -> None:
+def save_confusion(plan: Plan, engine: Engine, store: Store, served: Served, personal: Personal) -> None:
     """Count what the served models take for what, in all and by every attribute of the records.
 
     Where clients share their test records and their model, one of them stands for all.
@@ -69,7 +68,7 @@ def save_confusion(plan: Plan, engine: LocalEngine, store: Store, served: Served
 
 
 def cost_scores(
-    plan: Plan, engine: LocalEngine, number: int, served: Served, personal: Personal, federation: Federation,
+    plan: Plan, engine: Engine, number: int, served: Served, personal: Personal, federation: Federation,
     scales: Scales,
 ) -> list[Score]:  # fmt: skip
     """What the cost of privacy is measured by, if the config asks for it: reference models, on test and training
@@ -102,7 +101,7 @@ def cost_scores(
 TRAINING: Mapping[str, Plain] = {"split": "train"}
 
 
-def _reference_scores(plan: Plan, engine: LocalEngine, models: Pick, main: str) -> list[float]:
+def _reference_scores(plan: Plan, engine: Engine, models: Pick, main: str) -> list[float]:
     """By client: main metric, loss and number of test records, and the same of training records."""
     table = np.zeros((len(models.index), 6))
     for place, shared in ((0, {}), (3, TRAINING)):
@@ -141,7 +140,7 @@ def reference_model(model: Model, federation: Federation, group: int) -> Tensor:
 
 
 def _asked(
-    plan: Plan, engine: LocalEngine, task: Task, request: str, served: Served, personal: Personal,
+    plan: Plan, engine: Engine, task: Task, request: str, served: Served, personal: Personal,
     shared: Mapping[str, Plain],
 ) -> Iterator[tuple[list[int], int | None, dict[str, float]]]:  # fmt: skip
     """What a task tells of the clients under their models: who they are, the row that serves them, the diagnostics.

@@ -27,7 +27,7 @@ from fairveil.privacy.accounting import (
 from fairveil.privacy.gradients import path_of
 from fairveil.privacy.ledger import FEDERATION, Ledger
 from fairveil.privacy.mechanisms import Mechanism, Releases, canonical, events_of, without_leaks
-from fairveil.privacy.statement import Statement, json_number, make_statement
+from fairveil.privacy.statement import SECURE_SUM, Statement, json_number, make_statement
 from fairveil.session import Facts, Terms
 from fairveil.store import UnitPlan
 
@@ -135,7 +135,9 @@ class Plan:
         """The guarantee, with what has been posted so far."""
         public = {
             "client sizes": SIZES_PUBLIC[self.config.data.sizes],
-            "number and groups of clients, shape of a record, classes": "read from the data, taken as declared",
+            "number and groups of clients, shape of a record, classes": "declared by the clients"
+            if self.federation.elsewhere
+            else "read from the data, taken as declared",
             "who holds which record, and which are for testing": "the guarantee is for training records, given these",
             **self.federation.public,
             "hyper-parameters and clip norm": "given in the config; tuning them on private data is not priced",
@@ -153,11 +155,12 @@ class Plan:
             spent=spent,
             planned=[self.releases[unit] for unit in by_size],
             posted=None if posted is None else [posted.get(unit, {}) for unit in by_size],
-            trust=self.algorithm.trust,
-            noise=self.config.privacy.noise,
+            trust=SECURE_SUM if self.config.privacy.trust == "secure-sum" else self.algorithm.trust,
+            noise="clients" if self.federation.elsewhere else self.config.privacy.noise,
             public=public,
             reference=self.config.fairness.reference is not None,
             complete=complete,
+            elsewhere=self.federation.elsewhere,
         )
 
     def to_json(self) -> dict[str, Any]:

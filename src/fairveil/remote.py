@@ -23,6 +23,10 @@ from fairveil.session import Task
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
 
 
+class Malformed(Exception):
+    """A message that is not what it should be. The words say nothing of records, and may be sent."""
+
+
 @dataclass(frozen=True)
 class Envelope:
     """A message between a server and a client: a word that says what it is, and named arrays and plain values."""
@@ -46,7 +50,7 @@ class Envelope:
         """A value that must be there and a text."""
         value = self.values.get(name)
         if not isinstance(value, str):
-            raise ValueError(f"{name!r} must be a text")
+            raise Malformed(f"{name!r} must be a text")
         return value
 
 
@@ -81,26 +85,26 @@ class Deployable:
         """Whether these inputs are what the task takes, all of them finite.
 
         Raises:
-            ValueError: they are not, and why.
+            Malformed: they are not, and why.
         """
         missing = self.inputs.keys() - self.optional - given.keys()
         if missing or given.keys() - self.inputs.keys():
-            raise ValueError(f"it takes the inputs {sorted(self.inputs)}, not {sorted(given)}")
+            raise Malformed(f"it takes the inputs {sorted(self.inputs)}, not {sorted(given)}")
         lengths: dict[str, int] = {"p": parameters}
         for name, value in given.items():
             wanted = self.inputs[name]
             if isinstance(wanted, Array):
                 shape = tuple(value.shape) if isinstance(value, Tensor) else None
                 if shape is None or len(shape) != len(wanted.shape):
-                    raise ValueError(f"the input {name!r} has the wrong shape: {shape}")
+                    raise Malformed(f"the input {name!r} has the wrong shape: {shape}")
                 if value.dtype != wanted.dtype:  # type: ignore[union-attr]
-                    raise ValueError(f"the input {name!r} has the wrong type: {value.dtype}")  # type: ignore[union-attr]
+                    raise Malformed(f"the input {name!r} has the wrong type: {value.dtype}")  # type: ignore[union-attr]
                 for length, place in zip(shape, wanted.shape, strict=True):
                     expected = lengths.setdefault(place, length) if isinstance(place, str) else place
                     if length != expected or not length:
-                        raise ValueError(f"the input {name!r} has the wrong shape: {shape}, and {place} is {expected}")
+                        raise Malformed(f"the input {name!r} has the wrong shape: {shape}, and {place} is {expected}")
             elif type(value) is not wanted:
-                raise ValueError(f"the input {name!r} must be a {wanted.__name__}, not a {type(value).__name__}")
+                raise Malformed(f"the input {name!r} must be a {wanted.__name__}, not a {type(value).__name__}")
         check_finite(given)
 
 
@@ -108,21 +112,21 @@ def check_finite(values: Mapping[str, Plain]) -> None:
     """Whether all numbers are finite.
 
     Raises:
-        ValueError: one of them is not.
+        Malformed: one of them is not.
     """
     for name, value in values.items():
         finite = bool(value.isfinite().all()) if isinstance(value, Tensor) else True
         if isinstance(value, float):
             finite = math.isfinite(value)
         if not finite:
-            raise ValueError(f"{name!r} holds NaN or an infinite value")
+            raise Malformed(f"{name!r} holds NaN or an infinite value")
 
 
 def check_release(values: Mapping[str, Plain], mechanism: ClientMechanism, inputs: Mapping[str, Plain]) -> None:
     """Whether values that came as a release have the names, types and shapes that one has, and are finite.
 
     Raises:
-        ValueError: they have not.
+        Malformed: they have not.
     """
 
     def kind(value: Plain) -> tuple[object, ...]:
@@ -130,10 +134,10 @@ def check_release(values: Mapping[str, Plain], mechanism: ClientMechanism, input
 
     found, wanted = ({name: kind(v) for name, v in many.items()} for many in (values, mechanism.nothing(inputs)))
     if found != wanted:
-        raise ValueError(f"{found} came, and not {wanted}")
+        raise Malformed(f"{found} came, and not {wanted}")
     check_finite(values)
     if isinstance(mechanism, PrivateChoice) and not 0 <= values["choice"] < len(inputs["models"]):  # type: ignore
-        raise ValueError(f"model {values['choice']} was chosen, which there is not")
+        raise Malformed(f"model {values['choice']} was chosen, which there is not")
 
 
 DEPLOYABLE: dict[str, Deployable] = {}  # by name, as far as modules are loaded
@@ -141,9 +145,7 @@ DEPLOYABLE: dict[str, Deployable] = {}  # by name, as far as modules are loaded
 T = TypeVar("T", bound=Task)
 
 
-def deployable(
-    *, by: type | None = None, optional: tuple[str, ...] = (), **inputs: Array | type
-) -> Callable[[T], T]:
+def deployable(*, by: type | None = None, optional: tuple[str, ...] = (), **inputs: Array | type) -> Callable[[T], T]:
     """Say of a task what it takes, so that it may run on a client's own machine."""
 
     def register(task: T) -> T:

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from fairveil.privacy.statement import Statement, json_number
 from fairveil.provenance import commit, published, versions
 from fairveil.reading import Run, load_run
 from fairveil.serving import (
+    Served,
     averaged,
     check_finite,
     clusters_of,
@@ -37,7 +39,7 @@ from fairveil.serving import (
     served_models,
     summaries,
 )
-from fairveil.session import Session
+from fairveil.session import Engine, Session
 from fairveil.store import Score, Store, disk_faults, new_folder
 
 
@@ -72,7 +74,7 @@ class RunResult:
     def main(self) -> tuple[str, Summary]:
         """The metric that people ask for first."""
         name = "accuracy" if "accuracy" in self.metrics else "rmse"
-        return name, self.metrics[name]
+        return name, self.metrics[name]  # a KeyError if clients keep what they measure to themselves
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -99,6 +101,45 @@ class Interrupted(Exception):
 Progress = Callable[[RoundReport], None]
 
 
+class Machines(Engine, Protocol):
+    """An engine, for as long as it is needed."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether what clients measure comes back; otherwise it stays with them."""
+
+    def deliver(self, served: Served) -> None:
+        """Let each client have the model that serves it."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Place:
+    """Where a run takes place, and the root of its randomness: here, or on a cluster."""
+
+    def engine(self, plan: Plan, store: Store, federation: Federation) -> Machines:
+        """What runs the tasks of this run on these records."""
+        spec, engine = plan.config.model_spec(federation), plan.config.engine
+        if engine.kind == "ray":
+            from fairveil.engine.flower import RayEngine
+
+            return RayEngine(federation, spec, root=self.root(plan, store), address=engine.address)
+        block = engine.block
+        if block is None and plan.algorithm.unit == "record":  # client-level tasks take one client after the other
+            block = best_block(plan.model)
+        return LocalEngine(federation, spec, root=self.root(plan, store), workers=engine.workers, block=block)
+
+    def root(self, plan: Plan, store: Store) -> str:
+        """The run's name, and its secret if it has one."""
+        return plan.root if plan.config.privacy.noise == "reproducible" else f"{plan.root} {store.secret()}"
+
+
+HERE = Place()
+
+
 def start_run(config: RunConfig, *, runs: Path = Path("runs"), progress: Progress | None = None) -> RunResult:
     """Plan and run a config in a new folder under `runs`.
 
@@ -114,7 +155,9 @@ def run_plan(plan: Plan, *, runs: Path = Path("runs"), progress: Progress | None
         return _carry_out(plan, store, progress)
 
 
-def run_in(config: RunConfig, folder: Path, *, progress: Progress | None = None) -> RunResult:
+def run_in(
+    config: RunConfig, folder: Path, *, progress: Progress | None = None, place: Place = HERE
+) -> RunResult:  # fmt: skip
     """Run a config in this very folder, or go on with it where it was begun there: what a sweep does."""
     if (folder / "config.toml").exists():
         begun = load_config(folder / "config.toml")
@@ -124,10 +167,10 @@ def run_in(config: RunConfig, folder: Path, *, progress: Progress | None = None)
                 "Its rounds belong to that one; going on with them would mix two runs.",
                 "another folder, or move that one away",
             )
-        return _resume(begun.model_copy(update={"engine": config.engine}), folder, progress)
+        return _resume(begun.model_copy(update={"engine": config.engine}), folder, progress, place)
     plan = make_plan(config)
     with Store(folder) as store:
-        return _carry_out(plan, store, progress)
+        return _carry_out(plan, store, progress, place)
 
 
 def resume_run(path: Path, *, runs: Path = Path("runs"), progress: Progress | None = None) -> RunResult:
@@ -145,7 +188,7 @@ def resume_run(path: Path, *, runs: Path = Path("runs"), progress: Progress | No
     return _resume(load_config(folder / "config.toml"), folder, progress)
 
 
-def _resume(config: RunConfig, folder: Path, progress: Progress | None) -> RunResult:
+def _resume(config: RunConfig, folder: Path, progress: Progress | None, place: Place = HERE) -> RunResult:
     with Store(folder) as store:
         units = store.units()
         checkpoint = store.latest()
@@ -164,15 +207,15 @@ def _resume(config: RunConfig, folder: Path, progress: Progress | None) -> RunRe
                     "Nothing was released.",
                     "restore it as it was, or start a new run",
                 )
-        return _carry_out(plan, store, progress)
+        return _carry_out(plan, store, progress, place)
 
 
-def _carry_out(plan: Plan, store: Store, progress: Progress | None) -> RunResult:
+def _carry_out(plan: Plan, store: Store, progress: Progress | None, place: Place = HERE) -> RunResult:
     """Promise, run, and state what was done; whatever stops it, say what is safe and how to go on."""
     try:
         with disk_faults(store.folder):
             begin(plan, store)
-            state = drive(plan, store, progress)
+            state = drive(plan, store, progress, place)
             return _finish(plan, store, state)
     except KeyboardInterrupt:
         if not (store.folder / "config.toml").exists():
@@ -214,6 +257,7 @@ def begin(plan: Plan, store: Store) -> None:
         made_of = {  # for whoever reads the folder without the data
             "features": federation.features, "classes": federation.classes,
             "record": federation.record, "dataset": federation.name, "holders": plan.holders,
+            "elsewhere": federation.elsewhere,
             "common_tests": federation.common_tests, "parameters": plan.facts.parameters,
             "attributes": dict(federation.attributes), "tokens": federation.tokens,
             "model_options": dict(plan.model.spec.options),  # with what the data added to those of the config
@@ -224,7 +268,7 @@ def begin(plan: Plan, store: Store) -> None:
         store.write("statement.json", json.dumps(plan.statement().to_json(), indent=2).encode())
 
 
-def drive(plan: Plan, store: Store, progress: Progress | None = None) -> object:
+def drive(plan: Plan, store: Store, progress: Progress | None = None, place: Place = HERE) -> object:
     """The loop: rounds, evaluation, checkpoints. Returns the algorithm's last state."""
     config, algorithm = plan.config, plan.algorithm
     scores: list[Score] = []
@@ -234,12 +278,12 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> object:
 
     checkpoint = store.latest()
     personal = dict(checkpoint.personal) if checkpoint else {}
-    scales = _scales(plan, store)
+    scales = _scales(plan, store, place)
     federation = plan.federation.standardised(*scales) if scales else plan.federation
-    with _engine(plan, store, federation) as engine:
+    with place.engine(plan, store, federation) as engine:
         session = Session(
             plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=config.seed,
-            root=_root(plan, store), personal=personal, observe=observe, public_tasks=algorithm.public_tasks,
+            root=place.root(plan, store), personal=personal, observe=observe, public_tasks=algorithm.public_tasks,
         )  # fmt: skip
         state, done = algorithm.start(session), 0
         gauge = _Gauge(plan, store) if progress else None
@@ -254,9 +298,9 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> object:
             average = averaged(plan, number, state, average)
             evaluated = number % config.metrics.every == 0 or number == algorithm.rounds
             served = served_models(plan, state, average)
-            if evaluated:
+            if evaluated and engine.measures:
                 scores += scores_of(plan, engine, number, served, personal)
-            if number == algorithm.rounds:
+            if number == algorithm.rounds and engine.measures:
                 scores += cost_scores(plan, engine, number, served, personal, federation, scales)
                 save_confusion(plan, engine, store, served, personal)
             store.finish_round(number, time.perf_counter() - started, scores, state, personal, average)
@@ -264,33 +308,22 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None) -> object:
                 save_clusters(plan, store, state)
             scores.clear()
             if progress and gauge:
-                progress(gauge.report(number, summaries(plan, store)[1] if evaluated else None))
-        save_models(plan, store, served_models(plan, state, average), scales)
+                progress(gauge.report(number, summaries(plan, store)[1] if evaluated and engine.measures else None))
+        served = served_models(plan, state, average)
+        engine.deliver(served)
+        save_models(plan, store, served, scales)
     return state
 
 
-def _engine(plan: Plan, store: Store, federation: Federation) -> LocalEngine:
-    spec, engine = plan.config.model_spec(federation), plan.config.engine
-    block = engine.block
-    if block is None and plan.algorithm.unit == "record":  # client-level tasks take one client after the other
-        block = best_block(plan.model)
-    return LocalEngine(federation, spec, root=_root(plan, store), workers=engine.workers, block=block)
-
-
-def _root(plan: Plan, store: Store) -> str:
-    """Of all randomness: the run's name, and its secret if it has one."""
-    return plan.root if plan.config.privacy.noise == "reproducible" else f"{plan.root} {store.secret()}"
-
-
-def _scales(plan: Plan, store: Store) -> tuple[np.ndarray, np.ndarray] | None:
+def _scales(plan: Plan, store: Store, place: Place) -> tuple[np.ndarray, np.ndarray] | None:
     """Mean and deviation by which features are standardised, as the clients release them; None if none are."""
     standardise = plan.federation.standardise
     if standardise is None:
         return None
-    with _engine(plan, store, plan.federation) as engine:
+    with place.engine(plan, store, plan.federation) as engine:
         session = Session(
             plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=plan.config.seed,
-            root=_root(plan, store), personal={}, observe=lambda client, task, diagnostics: None, stage="preparation",
+            root=place.root(plan, store), personal={}, observe=lambda *measured: None, stage="preparation",
         )  # fmt: skip
         return feature_statistics(standardise, session, federation=plan.algorithm.unit == "client")
 
@@ -298,7 +331,7 @@ def _scales(plan: Plan, store: Store) -> tuple[np.ndarray, np.ndarray] | None:
 def _finish(plan: Plan, store: Store, state: object) -> RunResult:
     """The statement and the result of a run whose rounds are all done."""
     statement = _state(plan, store, complete=True)
-    metrics, _ = summaries(plan, store)
+    metrics = {} if plan.federation.elsewhere else summaries(plan, store)[0]
     name = plan.config.algorithm.name
     provenance: dict[str, str | int] = {
         "name": plan.config.name,

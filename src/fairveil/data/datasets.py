@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from fairveil.data.declared import Clients
 from fairveil.data.federation import Dataset, Federation, Pool, Records
 from fairveil.data.files import File
 from fairveil.data.hospitals import HeartDisease, HospitalCharges
@@ -45,6 +46,7 @@ class Digits(Dataset):
 DATASETS: dict[str, type[Dataset]] = {
     "cifar10": Cifar10,
     "cifar10-subset": Cifar10Subset,
+    "clients": Clients,
     "digits": Digits,
     "fashion-mnist": FashionMnist,
     "file": File,

@@ -120,6 +120,7 @@ class Federation:
         standardise: what is left to be done before training, by statistics that have a price.
         common_tests: whether all clients of a group are tested on the same records.
         attributes: sensitive attributes of records, for evaluation only: by name, the values that there are.
+        elsewhere: whether the records are on the clients' own machines, and cannot be loaded here.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Federation:
     standardise: Standardise | None = None
     common_tests: bool = False
     attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    elsewhere: bool = False
 
     def __post_init__(self) -> None:
         for column, at_least in (("size", 1), ("group", 0)):

@@ -21,13 +21,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fairveil.data.federation import ClientData, Federation, side_by_side
+from fairveil.data.federation import ClientData, Federation, Source, side_by_side
 from fairveil.engine.messages import Message, packed, receive
 from fairveil.errors import RunFault, UserError
 from fairveil.models import ModelSpec
 from fairveil.privacy.release import MINT, Release, Reply
 from fairveil.processes import end_with_parent, keep_memory, start
-from fairveil.session import Call, Job, Member
+from fairveil.session import Call, Job, Member, Pick
 
 CACHED_BYTES = 1 << 30  # of loaded records that one process keeps; the rest is loaded anew each time
 BLOCK = 8  # clients, where nobody says
@@ -37,8 +37,8 @@ MOMENT = 0.02  # seconds for which replies are put together
 class Bench:
     """One process's work place: the model, and the clients' data as far as it is cached."""
 
-    def __init__(self, federation: Federation, spec: ModelSpec, root: str, block: int | None) -> None:
-        self.federation, self.model, self.root = federation, spec.build(), root
+    def __init__(self, source: Source, spec: ModelSpec, root: str, block: int | None) -> None:
+        self.source, self.model, self.root = source, spec.build(), root
         self.block = block or BLOCK
         self._tensors = _tensors(self.model.module)  # held, so that no other takes the identity of one that is gone
         self._untouched = _state(self._tensors)
@@ -88,7 +88,7 @@ class Bench:
     def _data(self, clients: Sequence[int]) -> list[ClientData]:
         """What these clients hold. Those that are loaded together lie side by side, as they will train together."""
         missing = [client for client in clients if client not in self._cache]
-        loaded = {client: self.federation.load(client) for client in missing}
+        loaded = {client: self.source.load(client) for client in missing}
         if len(missing) > 1 and not any(_shared(data.train.x) for data in loaded.values()):
             trains = side_by_side([data.train for data in loaded.values()])
             loaded = {c: replace(data, train=train) for (c, data), train in zip(loaded.items(), trains, strict=True)}
@@ -135,6 +135,8 @@ class LocalEngine:
         workers: processes, one for each core if None; 1 runs everything in this one.
         block: clients that a task sees at once.
     """
+
+    measures = True  # a simulation sees what its clients measure
 
     def __init__(
         self,
@@ -209,6 +211,9 @@ class LocalEngine:
         finally:
             if busy:  # failed or abandoned: what is still under way must not be taken for answers to the next job
                 self._dismiss()
+
+    def deliver(self, served: Pick | str) -> None:
+        """Nobody waits for a model in a simulation."""
 
     def _hire(self) -> None:
         if not self._team:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from fairveil.privacy.accounting import Price
 from fairveil.privacy.mechanisms import Mechanism, without_leaks
 
-NoiseSource = Literal["reproducible", "secret"]
+NoiseSource = Literal["reproducible", "secret", "clients"]
 NOISE_SOURCES: Mapping[NoiseSource, str] = {
     "reproducible": (
         "reproducible, derived from the run's seed, config and code and from the fingerprint of the data (in "
@@ -20,6 +20,10 @@ NOISE_SOURCES: Mapping[NoiseSource, str] = {
     "secret": (
         "secret, derived from a random key of 256 bits in the run folder (secret.key): whoever has that file can "
         "remove the noise, so delete it when the run is finished; nobody can then repeat the run"
+    ),
+    "clients": (
+        "secret: each client derives its own from a random key of 256 bits that never leaves its machine, and the "
+        "server what it adds from one in the run folder (secret.key)"
     ),
 }
 NOT_COVERED = (
@@ -30,6 +34,16 @@ NOT_COVERED = (
 REFERENCE = (
     ". Reference models are trained without privacy on the pooled records of each group, for evaluation only: they are "
     "not kept, but their scores are in the run folder and in the cache of numbers"
+)
+ELSEWHERE = (
+    "other runs on the same records, whose prices add up (every client keeps account of them); people who own several "
+    "records, and records that several clients hold; what a client declares of itself (its name, group and size); and "
+    "on each client's own machine the folder of its guard, with its test scores"
+)
+SECURE_SUM = (
+    "the server with the exact sum of what clients contribute within bounds, to which it adds the noise, and with the "
+    "secrecy of who took part. That it learns no single contribution needs a secure sum, which was SIMULATED here: the "
+    "process that ran this run saw every contribution"
 )
 OVERLAP = ". Clients overlap: up to {} of them hold one and the same record, which is not protected as a whole"
 
@@ -152,6 +166,7 @@ def make_statement(
     noise: NoiseSource,
     reference: bool,
     complete: bool,
+    elsewhere: bool = False,
 ) -> Statement:
     """The statement of a run.
 
@@ -162,6 +177,7 @@ def make_statement(
         spent: epsilon of what was posted, the largest over units; None before anything could be.
         planned, posted: by unit, in the same order, the smallest unit first.
         reference: whether models are trained without privacy, for evaluation.
+        elsewhere: whether clients are on machines of their own.
     """
     kinds = sorted({mechanism.kind for releases in planned for mechanism in releases})
     return Statement(
@@ -181,7 +197,7 @@ def make_statement(
         releases=tuple(_kind(kind, planned, posted) for kind in kinds),
         public=dict(public),
         noise_source=NOISE_SOURCES[noise],
-        not_covered=NOT_COVERED
+        not_covered=(ELSEWHERE if elsewhere else NOT_COVERED)
         + (REFERENCE if reference else "")
         + (OVERLAP.format(holders) if unit == "client" and holders > 1 else ""),
         complete=complete,

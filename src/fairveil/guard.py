@@ -1,0 +1,638 @@
+"""The client's guard: what stands between a server and a client's records.
+
+A resident process on the client's own machine holds the records, the ledger, the key of the noise and the policy. A
+request comes in an envelope and is answered in one. Whatever a server asks:
+
+- A run is proposed with all that it will ever ask for. The guard prices that by itself, and accepts it once and for all
+  or refuses it. A request outside of it, or beyond it, is refused.
+- Only tasks on the policy's list run, found by name among those loaded here, with inputs of the shapes they take.
+- What was released is in the ledger, on disk, before the answer leaves. The same request with the same inputs gets the
+  same answer and costs nothing: the noise is a function of the client's secret key, the run, the request and the
+  inputs. The same request with other inputs is refused, since two answers under one noise would give it away.
+- Diagnostics stay here, and so do personal models.
+
+Prices of several runs: their epsilons and their deltas add up. That holds even if a later run was chosen by what an
+earlier one showed (Rogers, Roth, Ullman and Vadhan, "Privacy Odometers and Filters: Pay-as-you-Go Composition", 2016),
+where the tighter price of all mechanisms together need not. For the same reason a run that ends early keeps its whole
+price, from its first release on: when to stop may depend on what was seen. Neighbours are as in the policy. The budget
+is for the records of this folder, whatever is added to or taken from them later.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from pydantic import Field
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+import fairveil.algorithms  # noqa: F401 (for the tasks)
+from fairveil.config import DataConfig, Section, read_toml
+from fairveil.data.datasets import build_federation
+from fairveil.data.federation import ClientData, Federation, Source, Standardised, fingerprint, nominal_sizes
+from fairveil.engine.local import Bench
+from fairveil.errors import PrivacyError, UserError
+from fairveil.models import MODELS, ModelSpec
+from fairveil.options import parse, shown
+from fairveil.plugins import load_object
+from fairveil.privacy.accounting import Adjacency, price
+from fairveil.privacy.ledger import Entry, Ledger
+from fairveil.privacy.mechanisms import CohortSums, Mechanism, canonical, events_of, from_canonical
+from fairveil.privacy.release import Kept, Plain, Release, Reply, Share, digest_values
+from fairveil.provenance import versions
+from fairveil.remote import DEPLOYABLE, Deployable, Envelope, Malformed, check_finite
+from fairveil.session import Call, Job, job_digest, mechanism_digest
+from fairveil.store import hold, write_whole
+from fairveil.streams import Stream
+from fairveil.tasks import evaluate
+
+TASKS = ["local_update", "choose_model", "release_moments", "evaluate"]  # that need trust in nobody
+BOUNDS = ("clip_norm", "bound")  # fields of mechanisms
+RUN, REQUEST = re.compile(r"[0-9a-f]{32}"), re.compile(r"[A-Za-z0-9 ,]{0,100}")
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS run (
+    id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, proposal TEXT NOT NULL, fingerprint TEXT NOT NULL,
+    epsilon REAL NOT NULL, delta REAL NOT NULL, scales BLOB, state TEXT NOT NULL, since TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS refusal (since TEXT NOT NULL, run TEXT NOT NULL, request TEXT NOT NULL, why TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS diagnostic (
+    run INTEGER NOT NULL, request TEXT NOT NULL, task TEXT NOT NULL, name TEXT NOT NULL, value REAL NOT NULL,
+    PRIMARY KEY (run, request, task, name)) WITHOUT ROWID;
+"""
+
+log = logging.getLogger(__name__)
+
+
+class Policy(Section):
+    """What the owner of the records allows, whatever a server asks."""
+
+    epsilon: float = Field(gt=0, allow_inf_nan=False, examples=[4.0])
+    delta: float = Field(gt=0, lt=1, examples=[1e-4])
+    adjacency: Adjacency = "add-remove"
+    trust: Literal["nobody", "server"] = "nobody"  # whether bounded contributions may go to the server without noise
+    tasks: list[str] = TASKS
+    smallest_noise: float = Field(0.2, gt=0)  # multiplier
+    largest_clip: float = Field(10.0, gt=0)
+    largest_message: int = Field(100_000_000, gt=0)  # bytes
+    sizes: Literal["rounded", "public"] = "rounded"
+    plugins: list[str] = Field([])  # modules with tasks, or package.module:Class of models, that a server may name
+
+
+class OwnData(DataConfig):
+    """Which records are this client's."""
+
+    client: str | None = None  # which one of the dataset, by name or number; None: it holds a single one
+    seed: int = 0
+
+
+class ClientConfig(Section):
+    """Who this client is."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    server: str = Field(examples=["fl.example.org:9092"])
+    group: str = ""  # by which clients are compared
+    data: OwnData
+
+
+class Refused(Exception):
+    """A request that the guard does not answer, and why. The words go to the server."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """All that a run will ever ask of this client, as the server has put it."""
+
+    client: int  # its number in the run
+    unit: Literal["record", "client"]
+    delta: float
+    model: str
+    options: Mapping[str, Any]
+    releases: tuple[tuple[str, int], ...]  # mechanisms in canonical form, and how often
+
+    @classmethod
+    def read(cls, text: str) -> Proposal:
+        """From the text that travels.
+
+        Raises:
+            Malformed: it is not one.
+        """
+        try:
+            plain = json.loads(text)
+            releases = tuple((str(what), int(count)) for what, count in plain["releases"])
+            found = cls(
+                int(plain["client"]), plain["unit"], float(plain["delta"]), str(plain["model"]),
+                dict(plain["options"]), releases,
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise Malformed(f"not a proposal: {error}") from None
+        known = found.unit in ("record", "client") and 0 < found.delta < 1 and found.client >= 0
+        if not known or any(not 0 < count < 10**9 for _, count in releases) or len(dict(releases)) < len(releases):
+            raise Malformed("not a proposal: its numbers make no sense")
+        return found
+
+    def text(self) -> str:
+        """As it travels."""
+        return json.dumps(
+            {
+                "client": self.client, "unit": self.unit, "delta": self.delta, "model": self.model,
+                "options": dict(self.options), "releases": [list(pair) for pair in self.releases],
+            },
+            sort_keys=True,
+        )  # fmt: skip
+
+
+@dataclass
+class _Run:
+    """A run that was accepted."""
+
+    id: int
+    name: str
+    proposal: Proposal
+    bench: Bench
+    scales: tuple[np.ndarray, np.ndarray] | None
+
+
+class Guard:
+    """See the module. One process at a time opens a client's folder.
+
+    Args:
+        folder: of the client, with client.toml, policy.toml and secret.key.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config, self.policy = read_client(folder)
+        for plugin in self.policy.plugins:
+            load_object("plugins", plugin) if ":" in plugin else import_module(plugin)
+        self.federation, own = self._federation()
+        self.data = self.federation.load(own)
+        self.size = int(nominal_sizes(np.array([len(self.data.train)]), self.policy.sizes)[0])
+        self.group = self.config.group or self.federation.groups[self.federation.group[own]]
+        self.fingerprint = fingerprint(self.data.train.x, self.data.train.y)
+        with ExitStack() as opened:
+            lock = opened.enter_context((folder / "guard.lock").open("w"))
+            hold(lock, folder, "Another guard has this folder; two at once would spend its budget twice.")
+            path = folder / "ledger.sqlite"
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            self.database = opened.enter_context(closing(sqlite3.connect(path)))
+            self.database.execute("PRAGMA journal_mode = WAL")
+            self.database.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
+            self.database.executescript(SCHEMA)
+            self.ledger = Ledger(self.database)
+            self._opened = opened.pop_all()
+        self._runs: dict[str, _Run] = {}
+        self._last: tuple[bytes, Envelope] = b"", Envelope("")
+
+    def close(self) -> None:
+        self._opened.close()
+
+    @classmethod
+    @contextmanager
+    def open(cls, folder: Path) -> Iterator[Guard]:
+        """The guard of a client's folder, for as long as this lasts."""
+        guard = cls(folder)
+        try:
+            yield guard
+        finally:
+            guard.close()
+
+    # ---- answering ---------------------------------------------------------------------------------
+
+    def answer(self, asked: Envelope) -> Envelope:
+        """The answer to whatever came, refusals included. Never raises for what a server did."""
+        run, request = (str(asked.values.get(key, ""))[:200] for key in ("run", "request"))
+        try:
+            answers = {"describe": self._describe, "propose": self._propose, "task": self._task, "finish": self._finish}
+            if asked.kind not in answers:
+                why = str(asked.values.get("why", "it is nothing that can be asked of a client"))
+                raise Refused(f"{asked.kind[:100]!r}: {why[:200]}")
+            if asked.size > self.policy.largest_message:
+                raise Refused(f"a message of {asked.size:,} bytes is larger than {self.policy.largest_message:,}")
+            if not (RUN.fullmatch(run) or asked.kind == "describe") or not REQUEST.fullmatch(request):
+                raise Refused("runs and requests have plain names")  # they are part of what the noise is derived from
+            return answers[asked.kind](asked)
+        except (Refused, Malformed, PrivacyError) as refusal:
+            why = str(refusal)
+            log.warning("refused %s %s: %s", run, request, why)
+            with self.database:
+                self.database.execute("INSERT INTO refusal VALUES (?, ?, ?, ?)", (_now(), run, request, why))
+            return Envelope("refused", {"why": why})
+        except Exception:
+            # what went wrong may quote a record: it is written down here, and not sent
+            log.exception("failed at %s %s", run, request)
+            return Envelope("failed", {"why": "the client could not do it; its log says why"})
+
+    def _describe(self, asked: Envelope) -> Envelope:
+        """What this client declares of itself: public facts, the size rounded down unless it is public."""
+        federation = self.federation
+        standardise = federation.standardise
+        return Envelope(
+            "description",
+            {
+                "name": self.config.name,
+                "group": self.group,
+                "size": self.size,
+                "features": json.dumps(federation.features),
+                "classes": federation.classes,
+                "record": federation.record,
+                "tokens": -1 if federation.tokens is None else federation.tokens,
+                "columns": json.dumps(standardise.columns if standardise else []),
+                "statistics_noise": standardise.noise_multiplier if standardise else 0.0,
+                "public": json.dumps(dict(federation.public)),
+                "sizes": self.policy.sizes,
+                "fairveil": versions()["fairveil"],
+            },
+        )
+
+    def _propose(self, asked: Envelope) -> Envelope:
+        """Accept a run, or not. Whoever proposes the same again gets the same answer."""
+        name, text = asked.text("run"), asked.text("proposal")
+        proposal = Proposal.read(text)
+        row = self.database.execute("SELECT proposal FROM run WHERE name = ?", (name,)).fetchone()
+        if row is not None:
+            if row[0] != proposal.text():
+                raise Refused("this run was accepted with another proposal; what was accepted does not change")
+            return self._accepted(name)
+        releases = self._checked(proposal)
+        self._bench(name, proposal)  # it can be built
+        found = price(events_of(releases), proposal.delta, adjacency=self.policy.adjacency)
+        self._within_budget(found.epsilon, proposal.delta, proposal.unit)
+        with self.database:
+            cursor = self.database.execute(
+                "INSERT INTO run (name, proposal, fingerprint, epsilon, delta, state, since) "
+                "VALUES (?, ?, ?, ?, ?, 'open', ?)",
+                (name, proposal.text(), self.fingerprint, found.epsilon, proposal.delta, _now()),
+            )
+            number = cast(int, cursor.lastrowid)
+            # in one transaction: a run without its plan could never be asked anything
+            self.ledger.set_plan({number: releases})
+        log.info("accepted run %s: epsilon %.4f at delta %g", name, found.epsilon, proposal.delta)
+        return self._accepted(name)
+
+    def _accepted(self, name: str) -> Envelope:
+        epsilon, delta = self.database.execute("SELECT epsilon, delta FROM run WHERE name = ?", (name,)).fetchone()
+        return Envelope("accepted", {"epsilon": float(epsilon), "delta": float(delta)})
+
+    def _task(self, asked: Envelope) -> Envelope:
+        """Run a task, once all of it is known to be allowed."""
+        whole = digest_values(asked.values)
+        if self._last[0] == whole:  # sent once more by a server that did not get the answer, or not yet
+            return self._last[1]
+        run, request = self._run(asked.text("run")), asked.text("request")
+        deployable, mechanism = self._allowed(run, asked)
+        shared, each = asked.under("shared."), asked.under("each.")
+        if shared.keys() & each.keys():
+            raise Refused(f"inputs {sorted(shared.keys() & each.keys())} are given twice")
+        deployable.check(shared | each, run.bench.model.parameters)
+        personal, place = self._personal(run, request)
+        before = job_digest(deployable.task, shared)
+        digest = digest_values(each, personal, before=mechanism_digest(mechanism, before))
+        self._payable(run, request, mechanism, digest)
+        self._scaled(run, asked)
+        call = Call(run.proposal.client, each, mechanism, personal, digest)
+        ((_, reply),) = next(run.bench.perform(Job(deployable.task, request, shared, [call], before)))
+        answer = self._released(run, request, call, reply, asked.text("task"), place)
+        self._last = whole, answer
+        return answer
+
+    def _finish(self, asked: Envelope) -> Envelope:
+        """Take the model that serves this client, if there is one besides its own; score it here, for its owner."""
+        run = self._run(asked.text("run"))
+        model = asked.values.get("model")
+        given: dict[str, Plain] = {} if model is None else {"model": model}
+        DEPLOYABLE["evaluate"].check(given, run.bench.model.parameters)
+        self._scaled(run, asked)
+        personal, _ = self._personal(run, "the end")
+        weights = given.get("model", personal.get("model"))
+        if isinstance(weights, Tensor):
+            call = Call(run.proposal.client, given, None, personal)
+            ((_, reply),) = next(run.bench.perform(Job(evaluate, "the end", {}, [call])))
+            self._noted(run, "the end", "evaluate", reply.diagnostics)
+            self._save_model(run, weights)
+        with self.database:
+            self.database.execute("UPDATE run SET state = 'finished' WHERE id = ?", (run.id,))
+        return Envelope("finished")
+
+    # ---- what is allowed ---------------------------------------------------------------------------
+
+    def _checked(self, proposal: Proposal) -> dict[Mechanism, int]:
+        """The mechanisms of a proposal, each within the policy."""
+        if proposal.unit == "client" and self.policy.trust != "server":
+            raise Refused("contributions without noise do not go to the server: the policy trusts nobody")
+        releases: dict[Mechanism, int] = {}
+        for text, count in proposal.releases:
+            mechanism = from_canonical(text)
+            if mechanism is None:
+                raise Refused("a mechanism that is not known here")
+            if isinstance(mechanism, CohortSums) is not (proposal.unit == "client"):
+                raise Refused(f"{mechanism.kind} does not go with privacy of each {proposal.unit}")
+            if getattr(mechanism, "adjacency", self.policy.adjacency) != self.policy.adjacency:
+                raise Refused(f"{mechanism.kind} is noised for another relation between neighbours than the policy's")
+            for name, value in _numbers(mechanism):
+                if name == "noise_multiplier" and not self.policy.smallest_noise <= value < math.inf:
+                    raise Refused(
+                        f"a noise multiplier of {value:g}: the policy asks for {self.policy.smallest_noise:g}"
+                    )
+                if name in BOUNDS and not value <= self.policy.largest_clip:
+                    raise Refused(f"a {name} of {value:g}: the policy allows {self.policy.largest_clip:g}")
+            releases[mechanism] = count
+        return releases
+
+    def _within_budget(self, epsilon: float, delta: float, unit: str) -> None:
+        """Whether a run may begin: what was begun before and this one, added up, for each unit of privacy."""
+        query = "SELECT epsilon, delta, proposal FROM run WHERE id IN (SELECT DISTINCT unit FROM ledger)"
+        begun = [(e, d) for e, d, text in self.database.execute(query) if Proposal.read(text).unit == unit]
+        total = math.fsum([epsilon, *(e for e, _ in begun)]), math.fsum([delta, *(d for _, d in begun)])
+        limits = self.policy.epsilon, self.policy.delta
+        for what, spent, limit, new in zip(("epsilon", "delta"), total, limits, (epsilon, delta), strict=True):
+            if not spent <= limit * (1 + 1e-12):  # the last bit of a sum
+                raise Refused(f"{what} {new:.6g} more would make {spent:.6g}: the policy allows {limit:.6g} in all")
+
+    def _allowed(self, run: _Run, asked: Envelope) -> tuple[Deployable, Mechanism | None]:
+        """The task, and the mechanism it is to answer by, as the accepted proposal has it."""
+        task, what = asked.text("task"), asked.text("mechanism")
+        if task not in self.policy.tasks or task not in DEPLOYABLE:
+            raise Refused(f"the task {task[:100]!r} is not on the policy's list")
+        deployable = DEPLOYABLE[task]
+        if not what:
+            if deployable.by is not None:
+                raise Refused(f"{task} answers by a mechanism, and none was given")
+            return deployable, None
+        mechanism = from_canonical(what)
+        if mechanism is None or what not in self.ledger.planned().get(run.id, {}):
+            raise Refused(f"not in the proposal that was accepted: {mechanism.describe() if mechanism else 'unknown'}")
+        if deployable.by is None or not isinstance(mechanism, deployable.by):
+            raise Refused(f"{task} does not answer by {mechanism.kind}")
+        return deployable, mechanism
+
+    def _payable(self, run: _Run, request: str, mechanism: Mechanism | None, digest: bytes) -> None:
+        """Whether the ledger will take it; asked before anything is computed."""
+        if mechanism is None:
+            return
+        what = canonical(mechanism)
+        before = self.ledger.answered(request, run.id)
+        if before is not None:
+            if before[:2] != (what, digest):
+                raise Refused(
+                    f"{request} was answered before with other inputs; two answers under one noise would give it away"
+                )
+            return
+        posted = self.ledger.posted().get(run.id, Counter())
+        if posted[what] >= self.ledger.planned()[run.id][what]:
+            raise Refused(f"{mechanism.kind}: all that was accepted has been released, and no more will be")
+        # with its first release a run begins to cost: others may have begun since it was accepted
+        epsilon, delta = self.database.execute("SELECT epsilon, delta FROM run WHERE id = ?", (run.id,)).fetchone()
+        more = 0.0 if posted else 1.0
+        self._within_budget(more * epsilon, more * delta, run.proposal.unit)
+
+    # ---- what is done ------------------------------------------------------------------------------
+
+    def _released(
+        self, run: _Run, request: str, call: Call, reply: Reply, task: str, place: Path
+    ) -> Envelope:  # fmt: skip
+        """Write down what is about to leave, then let it."""
+        out = reply.out
+        if isinstance(out, Kept) and call.mechanism is None:
+            answer = Envelope("kept")
+        elif isinstance(out, Release | Share) and out.mechanism == call.mechanism:
+            answer = Envelope("release" if isinstance(out, Release) else "share", dict(out.value))
+        else:
+            raise RuntimeError(f"{task} answered with {type(out).__name__}")
+        if reply.keep is not None:
+            self._keep(place, request, reply.keep)
+        self._noted(run, request, task, reply.diagnostics)
+        if call.mechanism is not None:
+            entry = Entry(run.id, request, call.mechanism, call.digest, digest_values(answer.values))
+            self.ledger.post([entry])
+        return answer
+
+    def _noted(self, run: _Run, request: str, task: str, diagnostics: Mapping[str, float]) -> None:
+        with self.database:
+            rows = [(run.id, request, task, name, float(value)) for name, value in diagnostics.items()]
+            self.database.executemany("INSERT OR REPLACE INTO diagnostic VALUES (?, ?, ?, ?, ?)", rows)
+
+    def _run(self, name: str) -> _Run:
+        """A run that was accepted, made ready when it is first asked for."""
+        if name not in self._runs:
+            row = self.database.execute(
+                "SELECT id, proposal, fingerprint, scales FROM run WHERE name = ?", (name,)
+            ).fetchone()
+            if row is None:
+                raise Refused("this run was never accepted here")
+            number, text, mark, scales = row
+            if mark != self.fingerprint:
+                raise Refused("the records have changed since this run was accepted; a new run can be proposed")
+            proposal = Proposal.read(text)
+            self._checked(proposal)  # the policy may have become stricter since
+            run = self._runs[name] = _Run(number, name, proposal, self._bench(name, proposal), None)
+            if scales is not None:
+                self._set_scales(run, *np.frombuffer(scales).reshape(2, -1))
+        return self._runs[name]
+
+    def root(self, run: str) -> str:
+        """Of the noise in a run: nothing that a server knows determines it."""
+        return f"{self._secret} {self.fingerprint} {run}"
+
+    @cached_property
+    def _secret(self) -> str:
+        path = self.folder / "secret.key"
+        try:
+            secret = path.read_text().strip()
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be read.", f"It is the key of this client's noise ({error.strerror}).", "restore it"
+            ) from error
+        if len(secret) < 64:
+            raise UserError(f"{path} is too short.", "It must hold 256 random bits in hexadecimal.", "restore it")
+        return secret
+
+    def _bench(self, run: str, proposal: Proposal, source: Source | None = None) -> Bench:
+        """Where the tasks of a run are done: its model, and these records."""
+        if proposal.model not in MODELS and proposal.model not in self.policy.plugins:
+            raise Refused(f"the model {proposal.model[:100]!r} is not known here")
+        spec = ModelSpec(proposal.model, self.federation.features, self.federation.classes, dict(proposal.options))
+        try:
+            with torch.device("meta"):  # no memory is taken before the size is known
+                parameters = sum(p.numel() for p in spec.module(Stream("size")).parameters())
+            if 8 * parameters > self.policy.largest_message:
+                raise Refused(f"a model of {parameters:,} parameters does not fit the messages that the policy allows")
+            return Bench(source or _Own(self.data), spec, self.root(run), 1)
+        except UserError as error:
+            raise Refused(f"the model cannot be built: {error.what}") from None
+
+    def _scaled(self, run: _Run, asked: Envelope) -> None:
+        """Standardise the records as the run does: by figures that were released, the same for the whole run."""
+        given = asked.under("scales.")
+        if not given:
+            return
+        mean, deviation = given.get("mean"), given.get("deviation")
+        standardise = self.federation.standardise
+        shape = None if standardise is None else (len(standardise.columns),)
+        if not (isinstance(mean, Tensor) and isinstance(deviation, Tensor)) or len(given) != 2:
+            raise Refused("scales are a mean and a deviation")
+        if not (tuple(mean.shape) == tuple(deviation.shape) == shape) or mean.dtype != torch.float64:
+            raise Refused("scales of the wrong shape or type")
+        check_finite(given)
+        if not (deviation > 0).all():
+            raise Refused("a deviation that is not positive")
+        scales = mean.numpy(), deviation.double().numpy()
+        if run.scales is None:
+            with self.database:
+                blob = np.concatenate(scales).tobytes()
+                self.database.execute("UPDATE run SET scales = ? WHERE id = ?", (blob, run.id))
+            self._set_scales(run, *scales)
+        elif not all(np.array_equal(*pair) for pair in zip(run.scales, scales, strict=True)):
+            raise Refused("other scales than before in this run")
+
+    def _set_scales(self, run: _Run, mean: np.ndarray, deviation: np.ndarray) -> None:
+        assert self.federation.standardise is not None
+        run.scales = mean, deviation
+        source = Standardised(_Own(self.data), self.federation.standardise.columns, mean, deviation)
+        run.bench = self._bench(run.name, run.proposal, source)
+
+    # ---- personal state ----------------------------------------------------------------------------
+
+    def _personal(self, run: _Run, request: str) -> tuple[dict[str, Tensor], Path]:
+        """The personal state before a request, and the file for the one after it.
+
+        Every version is tagged with the request that made it. One that is asked again, since the server has gone back
+        to its last checkpoint, finds the version from which it started the first time.
+        """
+        folder = self.folder / "personal" / str(run.id)
+        before: dict[str, Tensor] = {}
+        number = 0
+        for number, path in enumerate(sorted(folder.glob("*.safetensors")), 1):
+            with safe_open(path, framework="pt") as file:
+                if file.metadata()["request"] == request:
+                    return before, path
+                before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            number = int(path.stem)
+        return before, folder / f"{number + 1:09d}.safetensors"
+
+    def _keep(self, path: Path, request: str, state: Mapping[str, Tensor]) -> None:
+        """Write a version, readable by its owner alone; those of the last two rounds stay, older ones go."""
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        tensors = {name: value.clone().contiguous() for name, value in state.items()}
+        write_whole(path, save(tensors, {"request": request}), mode=0o600)
+        rounds: list[str] = []
+        for old in sorted(path.parent.glob("*.safetensors"), reverse=True):
+            with safe_open(old, framework="pt") as file:
+                of = file.metadata()["request"].partition(",")[0]
+            if len(rounds) == 3:  # one more than two: the state before the older of them
+                old.unlink()
+            elif of not in rounds:
+                rounds.append(of)
+
+    def _save_model(self, run: _Run, weights: Tensor) -> None:
+        """The model that serves this client, under its module's own names, with what is needed to use it."""
+        named = run.bench.model.unflatten(weights.clone())
+        about: dict[str, Any] = {"model": run.proposal.model, "options": dict(run.proposal.options)}
+        if run.scales and self.federation.standardise:
+            columns = self.federation.standardise.columns
+            about["standardise"] = {"columns": columns, "mean": run.scales[0].tolist(), "scale": run.scales[1].tolist()}
+        folder = self.folder / "models"
+        folder.mkdir(exist_ok=True, mode=0o700)
+        data = save({name: value.contiguous() for name, value in named.items()}, {"fairveil": json.dumps(about)})
+        write_whole(folder / f"{run.id:04d}-{run.name}.safetensors", data, mode=0o600)
+
+    def _federation(self) -> tuple[Federation, int]:
+        """The dataset, and which of its clients this is."""
+        data = self.config.data
+        federation = build_federation(data.dataset, data.options, data.split, data.seed)
+        if data.client is None and federation.clients == 1:
+            return federation, 0
+        names = list(federation.names) or [str(number) for number in range(federation.clients)]
+        if data.client not in names:
+            raise UserError(
+                f"data.client = {shown(data.client)} is not one of the clients in these records.",
+                f"There are: {', '.join(names[:20])}.",
+                f"data.client = {shown(names[0])}",
+            )
+        return federation, names.index(data.client)
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A source of this client's records, whatever its number in a run."""
+
+    data: ClientData
+
+    def load(self, client: int) -> ClientData:
+        return self.data
+
+
+def read_client(folder: Path) -> tuple[ClientConfig, Policy]:
+    """Who a client is and what it allows, from the two files in its folder."""
+    fix = "fairveil deploy init-client, which writes it"
+    config = parse(ClientConfig, read_toml(folder / "client.toml", fix))
+    return config, parse(Policy, read_toml(folder / "policy.toml", fix))
+
+
+def status(folder: Path) -> dict[str, Any]:
+    """What a client's ledger says, for its owner; another process may be using it."""
+    config, policy = read_client(folder)
+    found: dict[str, Any] = {
+        "name": config.name, "server": config.server,
+        "policy": {"epsilon": policy.epsilon, "delta": policy.delta, "trust": policy.trust},
+        "spent": {}, "runs": [], "refusals": [],
+    }  # fmt: skip
+    path = folder / "ledger.sqlite"
+    if not path.exists():
+        return found
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+        if not {"run", "refusal", "diagnostic", "ledger"} <= tables:
+            return found
+        posted = dict(database.execute("SELECT unit, COUNT(*) FROM ledger GROUP BY unit"))
+        planned = dict(database.execute("SELECT unit, SUM(count) FROM plan GROUP BY unit"))
+        query = "SELECT id, name, proposal, epsilon, delta, state, since FROM run ORDER BY id"
+        for number, name, text, epsilon, delta, state, since in database.execute(query):
+            unit = Proposal.read(text).unit
+            if number in posted:
+                total = found["spent"].setdefault(unit, {"epsilon": 0.0, "delta": 0.0})
+                total["epsilon"] += epsilon
+                total["delta"] += delta
+            scores = "SELECT name, value FROM diagnostic WHERE run = ? AND request = 'the end'"
+            found["runs"].append(
+                {
+                    "run": name, "since": since, "state": state, "protects": unit, "epsilon": epsilon, "delta": delta,
+                    "released": posted.get(number, 0), "accepted": planned.get(number, 0),
+                    "own_test": dict(database.execute(scores, (number,))),
+                }
+            )  # fmt: skip
+        refusals = "SELECT since, run, request, why FROM refusal ORDER BY rowid"
+        keys = ("since", "run", "request", "why")
+        found["refusals"] = [dict(zip(keys, row, strict=True)) for row in database.execute(refusals)]
+    return found
+
+
+def _numbers(mechanism: Any) -> Iterator[tuple[str, float]]:
+    """All numbers among the fields of a mechanism and of its parts."""
+    for field in fields(mechanism):
+        value = getattr(mechanism, field.name)
+        for inner in value if isinstance(value, tuple) else [value]:
+            if is_dataclass(inner):
+                yield from _numbers(inner)
+            elif isinstance(inner, int | float):
+                yield field.name, float(inner)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")
