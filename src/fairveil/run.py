@@ -123,10 +123,6 @@ class Place:
     def engine(self, plan: Plan, store: Store, federation: Federation) -> Machines:
         """What runs the tasks of this run on these records."""
         spec, engine = plan.config.model_spec(federation), plan.config.engine
-        if engine.kind == "ray":
-            from fairveil.engine.flower import RayEngine
-
-            return RayEngine(federation, spec, root=self.root(plan, store), address=engine.address)
         block = engine.block
         if block is None and plan.algorithm.unit == "record":  # client-level tasks take one client after the other
             block = best_block(plan.model)
