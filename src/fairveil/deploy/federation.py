@@ -18,7 +18,7 @@ from typing import Any
 from fairveil.config import RunConfig, load_config
 from fairveil.data.declared import declared
 from fairveil.data.federation import Federation
-from fairveil.engine.flower import FlowerEngine, Patience, Roll, server_app
+from fairveil.engine.flower import FlowerEngine, Patience, Roll
 from fairveil.errors import PrivacyError, RunFault, UserError
 from fairveil.guard import Proposal
 from fairveil.plan import Plan
@@ -150,10 +150,3 @@ def _description(name: str, answer: Envelope) -> dict[str, Any]:
 def main(grid: Any, run_config: Mapping[str, Any]) -> None:
     """What the app does when Flower starts it."""
     carry_out(grid, Path(run_config["folder"]))
-
-
-def __getattr__(name: str) -> Any:
-    """The app, made when Flower asks for it: everything else here can be used without flwr."""
-    if name == "app":
-        return server_app(main)
-    raise AttributeError(name)

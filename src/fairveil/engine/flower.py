@@ -34,6 +34,7 @@ from fairveil.session import Call, Job, Pick
 
 if TYPE_CHECKING:
     from flwr.app import Message, RecordDict
+    from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
 
 LOOK = 0.1  # seconds between looks at a queue; Flower has 3 for messages and 0.5 for replies
@@ -385,6 +386,13 @@ def _answered(message: Message, answer: Answer, largest: int | None) -> Message:
     except Malformed as error:
         asked = Envelope("malformed", {"run": "", "request": "", "why": str(error)})
     return Message(packed(answer(asked)), reply_to=message)
+
+
+def client_app() -> ClientApp:
+    """Flower starts no run without one. It does nothing: clients do not run what a server sends."""
+    from flwr.clientapp import ClientApp
+
+    return ClientApp()
 
 
 # ---- Flower's processes ----------------------------------------------------------------------------
