@@ -419,9 +419,14 @@ def _brisk() -> Any:
 
 def supernode() -> None:
     """Flower's SuperNode, with the arguments of `flower-supernode`."""
-    from flwr.supernode import start_client_internal
+    from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
+    from flwr.supercore import heartbeat
+    from flwr.supernode import fleet_http_connection, start_client_internal
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
+    # a client that was killed is taken for present, and not let in again, until it has missed two beats of its heart
+    for module in (heartbeat, fleet_http_connection):
+        module.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT_MIN_INTERVAL  # type: ignore[attr-defined]
     _fetch_briskly()
     start_client_internal.time = _brisk()  # type: ignore[attr-defined]
     flower_supernode()
