@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all check bench install clean
+.PHONY: demo test test-all test-flower check bench install clean
 
 install: .venv/installed
 
@@ -17,10 +17,14 @@ demo: install
 	@$(BIN)/python examples/demo.py
 
 test: install
-	$(BIN)/python -m pytest -m "not slow" -n 2
+	$(BIN)/python -m pytest -m "not slow and not flower" -n 2
 
 test-all: install
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -m "not flower" -n 2
+
+# federations on this machine's own address; each process is stopped by its id
+test-flower: install
+	timeout 900 $(BIN)/python -m pytest -m flower tests/flower
 
 # about a quarter of an hour on a machine that does nothing else
 bench: install

@@ -333,6 +333,61 @@ def check_data(
         raise typer.Exit(1)
 
 
+deploy = typer.Typer(no_args_is_help=True, help="A federation of several machines: see docs/deployment.md.")
+app.add_typer(deploy, name="deploy")
+
+Place = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the server, or of the client.")]
+
+
+@deploy.command("init-server")
+def init_server(
+    folder: Place,
+    hosts: Annotated[list[str], typer.Option("--host", help="A name or address by which clients reach this machine.")],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen at.")] = 9092,
+) -> None:
+    """Make the folder of a server: its certificate, and room for the keys of its clients."""
+    from fairveil.deploy import folders
+
+    _say(*folders.init_server(folder, hosts, port))
+
+
+@deploy.command("init-client")
+def init_client(
+    folder: Place,
+    name: Annotated[str, typer.Option(help="The client's name in the federation.")],
+    server: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the server is.")],
+    authority: Annotated[Path, typer.Option("--ca", metavar="ca.crt", help="The file from the server's keeper.")],
+) -> None:
+    """Make the folder of a client: its keys, where its records are, what it allows."""
+    from fairveil.deploy import folders
+
+    _say(*folders.init_client(folder, name, server, authority))
+
+
+@deploy.command("serve")
+def serve(
+    folder: Place,
+    allow: Annotated[list[Path] | None, typer.Option(metavar="NAME.pub", help="Admit the client of this key.")] = None,
+) -> None:
+    """Run the server, until Ctrl-C. Keys that are put into DIR/clients meanwhile are admitted."""
+    from fairveil.deploy.server import serve
+
+    serve(folder, allow or (), _say)
+
+
+@deploy.command("join")
+def join(folder: Place) -> None:
+    """Take part as a client, until Ctrl-C."""
+    from fairveil.deploy.join import join
+
+    join(folder, _say)
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        out.print(line, markup=False, soft_wrap=True)
+
+
 listing = typer.Typer(no_args_is_help=True, help="What there is to choose from.")
 app.add_typer(listing, name="list")
 
