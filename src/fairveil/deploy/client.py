@@ -1,0 +1,36 @@
+"""The process of a client's guard: `python -m fairveil.deploy.client FOLDER ADDRESS SECRET_FILE`, started by `join`.
+
+It says "open" on its standard output when data and policy are in order, or what is wrong with them (exit code 2). It
+answers messages once it has read a line from its standard input: the client has joined.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from fairveil.errors import UserError
+
+
+def main(folder: Path, address: str, secret: Path) -> None:
+    """Open the guard, and answer what comes through the door."""
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what is printed by mistake goes to the log
+    try:
+        from fairveil.engine.flower import door
+        from fairveil.guard import Guard
+
+        guard = Guard.open(folder)
+        said.write("open\n")
+        said.flush()
+        if sys.stdin.readline():  # else the supervisor has ended
+            door(address, guard.answer, secret=secret.read_bytes())
+    except UserError as error:
+        said.write(str(error))
+        said.close()
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
