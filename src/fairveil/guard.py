@@ -29,7 +29,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from importlib import import_module
@@ -98,7 +98,7 @@ class Policy(Section):
 class OwnData(DataConfig):
     """Which records are this client's."""
 
-    client: str | None = None  # which one of the dataset, by name or number; None: it holds a single one
+    client: str = ""  # which one of the dataset, by name or number; empty: it holds a single one
     seed: int = 0
 
 
@@ -202,16 +202,6 @@ class Guard:
 
     def close(self) -> None:
         self._opened.close()
-
-    @classmethod
-    @contextmanager
-    def open(cls, folder: Path) -> Iterator[Guard]:
-        """The guard of a client's folder, for as long as this lasts."""
-        guard = cls(folder)
-        try:
-            yield guard
-        finally:
-            guard.close()
 
     # ---- answering ---------------------------------------------------------------------------------
 
@@ -556,7 +546,7 @@ class Guard:
         """The dataset, and which of its clients this is."""
         data = self.config.data
         federation = build_federation(data.dataset, data.options, data.split, data.seed)
-        if data.client is None and federation.clients == 1:
+        if not data.client and federation.clients == 1:
             return federation, 0
         names = list(federation.names) or [str(number) for number in range(federation.clients)]
         if data.client not in names:

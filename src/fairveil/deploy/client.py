@@ -6,26 +6,31 @@ answers messages once it has read a line from its standard input: the client has
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
 
+import torch
+
+from fairveil.engine.flower import door
 from fairveil.errors import UserError
+from fairveil.guard import Guard
 
 
-def main(folder: Path, address: str, secret: Path) -> None:
+def main(folder: Path, address: str, secret: Path, kind: type[Guard] = Guard) -> None:
     """Open the guard, and answer what comes through the door."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("fairveil").setLevel(logging.INFO)
+    torch.set_num_threads(1)  # sums come out the same whatever the machine
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is printed by mistake goes to the log
     try:
-        from fairveil.engine.flower import door
-        from fairveil.guard import Guard
-
-        guard = Guard.open(folder)
+        guard = kind(folder)
         said.write("open\n")
         said.flush()
         if sys.stdin.readline():  # else the supervisor has ended
-            door(address, guard.answer, secret=secret.read_bytes())
+            door(address, guard.answer, secret=secret.read_bytes(), largest=guard.policy.largest_message)
     except UserError as error:
         said.write(str(error))
         said.close()

@@ -17,6 +17,7 @@ from fairveil.deploy.programs import Program, Tell, new_text, require_flower, st
 from fairveil.errors import UserError
 from fairveil.store import hold, write_whole
 
+GUARD = "fairveil.deploy.client"  # the module that runs as the guard's process
 LONGEST_PAUSE = 30.0  # seconds between two attempts
 STEADY = 60.0  # seconds after which what fails has not been failing all the time
 
@@ -76,7 +77,7 @@ class _Supervisor:
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
 
     def _guard(self, address: str, secret: Path) -> Program:
-        arguments = ["fairveil.deploy.client", str(self.folder), address, str(secret)]
+        arguments = [GUARD, str(self.folder), address, str(secret)]
         return Program(
             arguments, home=self.folder / "flower", log=self.log, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
