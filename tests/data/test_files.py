@@ -389,3 +389,37 @@ def test_attributes_of_an_npz_must_fit_its_records(tmp_path: Path, wrong: np.nda
     np.savez(tmp_path / "t.npz", **arrays, band=wrong)
     error = fails(tmp_path / "t.npz", sensitive=["band"])
     assert "do not fit together" in error.what and f"band is {wrong.shape}" in error.why
+
+
+@pytest.mark.parametrize("end", ["csv", "parquet", "npz"])
+def test_one_client_may_hold_the_whole_file(table: pd.DataFrame, tmp_path: Path, end: str) -> None:
+    """As each does in a deployment: nobody else is in its file."""
+    path = write(table.assign(size="large"), tmp_path / f"clinic.{end}")
+    federation = load(path, client="", **({} if end == "npz" else {"features": ["age", "pressure"]}))
+    assert (federation.clients, federation.names) == (1, ("clinic",))
+    train, test = rows_of(federation, 0)
+    assert len(train | test) == 60 and not train & test
+
+
+@pytest.mark.parametrize("end", ["csv", "parquet"])
+def test_declared_labels_number_the_classes_alike_in_every_file(table: pd.DataFrame, tmp_path: Path, end: str) -> None:
+    """The second file lacks the class 10: by what is found there, 20 would become class 1."""
+    options: dict[str, Any] = {"client": "", "features": ["age"], "test_fraction": 0.1}
+    few = table[table["y"] != 10]
+    for rows in (table, few):
+        path = write(rows, tmp_path / f"some.{end}")
+        for labels in ([0, 10, 20], ["0", "10", "20"]):
+            federation = load(path, labels=labels, **options)
+            data = federation.load(0)
+            y = torch.cat([data.train.y, data.test.y])
+            expected = sorted(int(value) // 10 for value in rows["y"])
+            assert federation.classes == 3 and sorted(y.tolist()) == expected
+    turned = load(path, labels=[20, 10, 0], **options).load(0)
+    assert sorted(torch.cat([turned.train.y, turned.test.y]).tolist()) == sorted(2 - value for value in expected)
+
+
+def test_labels_that_do_not_fit(table: pd.DataFrame, tmp_path: Path) -> None:
+    path = write(table, tmp_path / "visits.csv")
+    assert 'also holds "20"' in str(fails(path, features=["age"], labels=[0, 10]))
+    assert "twice" in str(fails(path, features=["age"], labels=[0, 10, 20, 10]))
+    assert "labels" in str(fails(path, features=["age"], labels=[0]))

@@ -28,12 +28,14 @@ class File(Dataset):
 
     An npz holds arrays of equal length: `x` (n, *features), and those that `target`, `client` and `group`
     name (one called "group" is used without being named). Clients, classes and groups are the sorted distinct
-    values of their columns: the three lists are thereby declared public.
+    values of their columns, unless `labels` says otherwise: the three lists are thereby declared public.
 
     Attributes:
         path: .csv, .parquet or .npz.
-        client: column that says who holds the record.
+        client: column that says who holds the record; "": one client holds them all, as in a deployment.
         target: column to predict.
+        labels: the values of the target, in the order of their classes; None: those that are found, sorted. Clients on
+            several machines must give it, for one that lacks a class would number the others differently.
         features: columns to predict it from; None: all other numeric ones with a name, and those of `prepare`.
         prepare: how columns become numbers, by name (see `fairveil.data.columns`); others stay as they are.
         statistics_noise: noise multiplier of the means and deviations that clients release to standardise columns.
@@ -48,6 +50,7 @@ class File(Dataset):
     path: Path = Field(examples=["records.csv"])
     client: str = "client"
     target: str = "y"
+    labels: tuple[str | int, ...] | None = Field(None, min_length=2, examples=[[0, 1]])
     features: tuple[str, ...] | None = Field(None, min_length=1)
     prepare: dict[str, AnyColumn] = Field(default_factory=dict)
     statistics_noise: Annotated[float, Field(ge=0.01, le=1e6)] = 10.0
@@ -78,16 +81,19 @@ class File(Dataset):
         """Read, check, and set test records aside."""
         labels = (self.target,) if self.task == "classification" else ()
         apart = set(self.sensitive) - set(self.prepare) - set(self.features or ())
-        texts = {self.client, self.group, *labels, *apart} - {None}
+        texts = {self.client, self.group, *labels, *apart} - {None, ""}
         columns = read_columns(self.path, texts, set(self.prepare))
         named = (("client", self.client), ("target", self.target), ("group", self.group))
         for option, name in (*named, *(("sensitive", name) for name in self.sensitive)):
-            if name is not None:
+            if name not in (None, ""):
                 pick(columns, self.path, option, name)
         prepared = self._features(columns)
         y, classes = self._targets(columns)
-        client, names = self._codes(columns, "client", self.client)
-        self._check_clients(client, names)
+        if self.client:
+            client, names = self._codes(columns, "client", self.client)
+            self._check_clients(client, names)
+        else:
+            client, names = np.zeros(len(y), dtype=np.int64), [self.path.stem]
         group, groups = self._groups(columns, client, names)
         return owned(
             self.path.name, Records(torch.from_numpy(prepared.x), torch.from_numpy(y)), client, classes=classes,
@@ -184,6 +190,8 @@ class File(Dataset):
         if not whole:
             raise self._mistaken("holds fractions", "Each distinct value would become a class", "regression")
         labels, names = self._codes(columns, "target", self.target)
+        if self.labels is not None:
+            return self._declared(labels, names)
         if len(names) < 2:
             raise UserError(
                 f"data.options.target = {shown(self.target)} holds one class only, {shown(names[0])}.",
@@ -191,6 +199,18 @@ class File(Dataset):
                 "data.options.target = a column with at least two values",
             )
         return labels, len(names)
+
+    def _declared(self, codes: np.ndarray, names: list[str]) -> tuple[np.ndarray, int]:
+        """(n,) int64 index into the labels that were declared, and how many they are."""
+        known = [str(label) for label in self.labels or ()]
+        strange = [name for name in names if name not in known]
+        if strange or len(set(known)) < len(known):
+            raise UserError(
+                f"data.options.labels = {shown(list(self.labels or ()))} does not fit {shown(self.target)}.",
+                f"The column also holds {shown(strange[0])}." if strange else "One of them is there twice.",
+                f"data.options.labels = {shown(sorted({*known, *names}))}",
+            )
+        return np.array([known.index(name) for name in names], dtype=np.int64)[codes], len(known)
 
     def _codes(self, columns: dict[str, Column], option: str, name: str) -> tuple[np.ndarray, list[str]]:
         """(n,) int64 index into the sorted distinct values of a column, and these as text."""
