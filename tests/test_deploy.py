@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import stat
 import tomllib
 from collections.abc import Callable
@@ -14,11 +15,20 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509 import verification
+from rich.console import Console
 
+from fairveil import terminal
+from fairveil.config import load_config
+from fairveil.data.files import File
+from fairveil.data.hospitals import HeartDisease
 from fairveil.deploy.folders import init_client, init_server, renew_certificate, server_config
 from fairveil.deploy.keys import certificate_mark, new_authority, public_key_mark
-from fairveil.errors import UserError
+from fairveil.deploy.submit import follow, submit_new
+from fairveil.errors import RunFault, UserError
+from fairveil.options import parse
+from fairveil.store import Store, hold
 
+ROOT = Path(__file__).parents[1]
 KEY = (
     "ecdsa-sha2-nistp384 AAAAE2VjZHNhLXNoYTItbmlzdHAzODQAAAAIbmlzdHAzODQAAABhBHjvSs2zPuXpKa5CvaGvdhRStU3qohjhaYxPWm"
     "9kPrLFpQ6oOU5eiprpfei0bi892+fUL1t4XH4kRJiuQM6G8pnPSkZ9hnT8UcQUXPf8wMHFuwnKa7bp9GOe085+U48f/g== test"
@@ -127,7 +137,7 @@ def test_a_public_key_has_the_fingerprint_that_openssh_gives_it(tmp_path: Path) 
 def test_what_a_client_edits_is_toml_with_every_key(client: Path) -> None:
     values = tomllib.loads((client / "client.toml").read_text())
     assert (values["name"], values["server"], values["group"]) == ("north", "fed.example.org:9092", "")
-    assert set(values["data"]) == {"dataset", "options", "client"}
+    assert set(values["data"]) == {"dataset", "options"}
     policy = tomllib.loads((client / "policy.toml").read_text())
     assert policy == {
         "epsilon": 4.0, "delta": 1e-4, "adjacency": "add-remove", "trust": "nobody",
@@ -215,3 +225,144 @@ def test_without_flower_it_is_told_how_to_get_it(fairveil: Call, command: str, m
     monkeypatch.setattr("fairveil.deploy.programs.find_spec", lambda name: None)
     code, _, err = fairveil("deploy", command, "nowhere")
     assert code == 2 and "pip install 'fairveil[flower]'" in err
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Of a run on a federation."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[data]\ndataset = "clients"\n[model]\nname = "logistic"\n[algorithm]\nname = "global"\nrounds = 7\n'
+        "[privacy]\nepsilon = 4.0\ndelta = 1e-3\n"
+    )
+    return path
+
+
+def test_a_run_with_data_of_its_own_is_not_submitted(fairveil: Call, server: Path, config: Path) -> None:
+    code, _, err = fairveil("deploy", "submit", str(config), "--server", str(server), "--set", "data.dataset=digits")
+    assert code == 2 and "the clients hold the data" in err and "--set data.dataset=clients" in err
+    assert not Path("runs").exists()
+
+
+def test_a_run_needs_a_server_that_is_running(fairveil: Call, server: Path, config: Path) -> None:
+    code, _, err = fairveil("deploy", "submit", str(config), "--server", str(server))
+    assert code == 2 and "no server is running" in err and f"fairveil deploy serve {server}" in err
+    assert not Path("runs").exists()
+
+
+def test_a_run_needs_a_client(server: Path, config: Path, tmp_path: Path) -> None:
+    (server / "registered.json").write_text("{}")
+    with (server / "lock").open("w") as lock:
+        hold(lock, server, "")
+        with pytest.raises(UserError, match="has no clients"):
+            submit_new(config, (), server, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_only_a_submitted_run_is_resumed(fairveil: Call, server: Path, tmp_path: Path) -> None:
+    code, _, err = fairveil("deploy", "submit", str(tmp_path), "--server", str(server), "--resume")
+    assert code == 2 and "is not a run that was submitted" in err
+    code, _, err = fairveil("deploy", "submit", "x", "--server", str(server), "--resume", "--set", "seed=1")
+    assert code == 2 and "cannot change a run that is under way" in err
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run that was submitted."""
+    folder = tmp_path / "runs/run-1"
+    folder.mkdir(parents=True)
+    (folder / "submission.json").write_text(json.dumps({"run": "0" * 32, "clients": 3}))
+    return folder
+
+
+RESULT = {
+    "run": "runs/run-1", "algorithm": "global", "rounds": 7, "seconds": 1.5, "epsilon": 3.99701, "epsilon_spent": 2.0,
+    "delta": 1e-3, "clients": 3, "guarantee": "what a client sends is private",
+}  # fmt: skip
+
+
+def test_a_finished_run_gives_its_result_again(fairveil: Call, server: Path, run: Path) -> None:
+    """Without any server."""
+    (run / "result.json").write_text(json.dumps(RESULT))
+    code, printed, _ = fairveil("deploy", "submit", str(run), "--server", str(server), "--resume", "--json")
+    assert code == 0 and json.loads(printed) == RESULT
+    code, printed, _ = fairveil("deploy", "submit", str(run), "--server", str(server), "--resume")
+    assert code == 0 and "7 rounds with 3 clients in 2 s, epsilon 2 of 3.998 at delta 0.001" in printed
+    assert "what a client sends is private" in printed
+
+
+def test_a_run_that_failed_says_so_in_its_own_words(server: Path, run: Path) -> None:
+    for code, kind in ((2, UserError), (1, RunFault)):
+        (run / "failure.json").write_text(json.dumps({"error": "wrong.\n  Try: right", "code": code}))
+        with pytest.raises(kind) as error:
+            follow(run, server, lambda done, rounds: None)
+        assert str(error.value) == "wrong.\n  Try: right"
+
+
+def test_a_run_whose_process_is_gone_says_how_to_go_on(
+    server: Path, run: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower has ended it, and there is neither a result nor a failure; two rounds of seven are done."""
+    monkeypatch.setattr("fairveil.deploy.submit.ASK", 0.0)
+    monkeypatch.setattr("fairveil.deploy.submit.run_states", lambda server: {"17": "finished:failed"})
+    (server / "runs.jsonl").write_text(json.dumps({"folder": str(run), "flower": "17"}) + "\n{cut")
+    (run / "config.toml").write_text(config.read_text())
+    with Store(run) as store:
+        store.database.execute("INSERT INTO round VALUES (1, 0.1), (2, 0.1)")
+        store.database.commit()
+    shown: list[tuple[int, int]] = []
+    with pytest.raises(RunFault, match=f"submit {run} --server {server} --resume"):
+        follow(run, server, lambda done, rounds: shown.append((done, rounds)))
+    assert shown == [(2, 7)]
+
+
+def test_a_server_that_does_not_run_shows_its_clients_and_runs(
+    fairveil: Call, server: Path, client: Path, run: Path
+) -> None:
+    (server / "clients/north.pub").write_bytes((client / "north.pub").read_bytes())
+    (server / "runs.jsonl").write_text(json.dumps({"folder": str(run), "flower": "17"}) + "\n")
+    code, printed, _ = fairveil("deploy", "status", str(server), "--json")
+    assert code == 0 and json.loads(printed) == {
+        "kind": "server", "running": False, "listen": "0.0.0.0", "port": 9092,
+        "hosts": ["fed.example.org", "192.0.2.7"],
+        "clients": [{"name": "north", "state": "no server is running"}],
+        "runs": [{"run": str(run), "state": "interrupted"}],
+    }  # fmt: skip
+    code, printed, _ = fairveil("deploy", "status", str(server))
+    assert code == 0 and "fed.example.org:9092" in printed and "not running" in printed and "north" in printed
+
+
+def test_a_new_client_has_spent_nothing(fairveil: Call, client: Path) -> None:
+    code, printed, _ = fairveil("deploy", "status", str(client))
+    assert code == 0 and "Client north of fed.example.org:9092: not running." in printed
+    assert "epsilon 4, delta 0.0001; trusts nobody" in printed and "Runs: none" in printed
+    code, _, err = fairveil("deploy", "status", ".")
+    assert code == 2 and "neither" in err
+
+
+def test_a_clients_runs_are_shown_with_what_it_scored_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = {
+        "run": "0123456789abcdef0123456789abcdef", "since": "2026-01-02 03:04:05", "state": "finished",
+        "protects": "record", "epsilon": 3.9971, "delta": 1e-3, "released": 5, "accepted": 5,
+        "own_test": {"accuracy": 0.8, "loss": 0.43, "n": 61.0},
+    }  # fmt: skip
+    monkeypatch.setattr(terminal, "out", Console(highlight=False, width=200))
+    terminal.print_deployment(
+        {
+            "kind": "client", "running": True, "name": "north", "server": "x:1", "runs": [run], "refusals": [],
+            "policy": {"epsilon": 4.0, "delta": 1e-3, "trust": "nobody"},
+            "spent": {"record": {"epsilon": 3.9971, "delta": 1e-3}},
+        }
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    for words in ("01234567 ", "3.9971 for each record", "5 of 5", "accuracy 0.800, loss 0.430, n = 61"):
+        assert words in printed
+
+
+def test_the_example_declares_what_the_dataset_declares(tmp_path: Path) -> None:
+    """The hospitals of examples/federation see the same features as the dataset heart-disease."""
+    data = tomllib.loads((ROOT / "examples/federation/hospital.toml").read_text())["data"]
+    assert parse(File, data["options"], "data.options").prepare == HeartDisease.COLUMNS
+    assert load_config(ROOT / "examples/federation/heart.toml").data.dataset == "clients"

@@ -268,7 +268,8 @@ def test_the_speed_in_the_readme_is_what_was_measured() -> None:
     assert f"{min(plain):.2f} to {max(plain):.2f} of the speed without privacy" in readme
 
 
-EXAMPLES = sorted((ROOT / "examples").rglob("*.toml"))
+# the example of a federation is planned with its clients: tests/test_deploy.py and tests/flower
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.parent.name != "federation")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")

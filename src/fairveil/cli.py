@@ -19,10 +19,12 @@ from fairveil.terminal import (
     err,
     first_line,
     out,
+    print_deployment,
     print_json,
     print_result,
     print_rows,
     print_statement,
+    print_submitted,
 )
 
 if TYPE_CHECKING:
@@ -383,9 +385,58 @@ def join(folder: Place) -> None:
     join(folder, _say)
 
 
+@deploy.command("submit")
+def submit(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A config; with --resume a run folder.")],
+    server: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the server, on this machine.")],
+    settings: Settings = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run, or follow it again.")] = False,
+    runs: Annotated[Path, typer.Option(help="Where run folders are made.")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Train with the clients of a server, and wait for the result. Ctrl-C stops waiting; the run goes on."""
+    from fairveil.deploy.submit import follow, submit_again, submit_new
+    from fairveil.errors import UserError
+
+    if resume and settings:
+        raise UserError(
+            f"--set {settings[0]} cannot change a run that is under way.",
+            "A resumed run keeps what was planned and promised.",
+            "start a new run, without --resume",
+        )
+    folder = config
+    if resume:
+        submit_again(folder, server)
+    else:
+        folder = submit_new(config, settings or (), server, runs)
+        err.print(f"Submitted: {folder}", markup=False, soft_wrap=True)
+    try:
+        with RoundBar() as bar:
+            result = follow(folder, server, bar.count)
+    except KeyboardInterrupt:
+        again = f"The run goes on. Follow it again:\n  fairveil deploy submit {folder} --server {server} --resume"
+        err.print(again, markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        print_json(result)
+    else:
+        print_submitted(result)
+
+
+@deploy.command("status")
+def deploy_status(folder: Place, as_json: AsJson = False) -> None:
+    """Of a server: who is there, and its runs. Of a client: what it has spent, and what it refused."""
+    from fairveil.deploy.status import status
+
+    if as_json:
+        print_json(status(folder))
+    else:
+        print_deployment(status(folder))
+
+
 def _say(*lines: str) -> None:
     for line in lines:
-        out.print(line, markup=False, soft_wrap=True)
+        out.print(line, markup=False, emoji=False, soft_wrap=True)  # ":cd:" is part of a fingerprint
 
 
 listing = typer.Typer(no_args_is_help=True, help="What there is to choose from.")

@@ -40,6 +40,10 @@ class RoundBar:
             note += f"  worst group {worst:.3f}"
         self.bar.update(self.task, description="rounds", completed=report.round, total=report.rounds, note=note)
 
+    def count(self, done: int, rounds: int) -> None:
+        """Take how many rounds are done, of a run on other machines; 0 of 0: it is not planned yet."""
+        self.bar.update(self.task, description="rounds" if rounds else "planning", completed=done, total=rounds or None)
+
 
 class ByteBar:
     """The progress of downloads, a line for each file."""
@@ -104,6 +108,59 @@ def print_result(result: Any) -> None:
             out.print(f"Differences by {name}: {', '.join(parts)}", markup=False, soft_wrap=True)
     out.print(f"Worst group: {summary.worst_group} ({metric} {summary.by_group[summary.worst_group]:.3f})")
     out.print(f"Run folder: {result.folder}", soft_wrap=True)
+
+
+def print_submitted(result: dict[str, Any]) -> None:
+    """What a run on other machines came to: the clients keep their own scores."""
+    from fairveil.privacy.statement import rounded_up
+
+    out.print(str(result["guarantee"]), markup=False, emoji=False, soft_wrap=True)
+    spent, planned = (rounded_up(float(result[key])) for key in ("epsilon_spent", "epsilon"))
+    what = f"{result['algorithm']}: {result['rounds']} rounds with {result['clients']} clients"
+    out.print(f"{what} in {result['seconds']:.0f} s, epsilon {spent} of {planned} at delta {result['delta']:g}")
+    out.print("Each client scores its model itself: fairveil deploy status, in its own folder.")
+    out.print(f"Run folder: {result['run']}", markup=False, emoji=False, soft_wrap=True)
+
+
+def print_deployment(found: dict[str, Any]) -> None:
+    """The state of a server or of a client: some lines, and a table for each list."""
+    running = "running" if found["running"] else "not running"
+    if found["kind"] == "server":
+        names = ", ".join(f"{host}:{found['port']}" for host in found["hosts"])
+        lines, tables = [f"Server at {names}: {running}."], {"Clients": found["clients"], "Runs": found["runs"]}
+    else:
+        policy = found["policy"]
+        lines = [
+            f"Client {found['name']} of {found['server']}: {running}.",
+            f"Allowed: epsilon {policy['epsilon']:g}, delta {policy['delta']:g}; trusts {policy['trust']}.",
+            *(
+                f"Spent, for each {unit}: epsilon {spent['epsilon']:.4f}, delta {spent['delta']:g}."
+                for unit, spent in found["spent"].items()
+            ),
+        ]
+        tables = {"Runs": [_own_run(run) for run in found["runs"]], "Refusals": found["refusals"]}
+    for line in lines:
+        out.print(line, markup=False, emoji=False, soft_wrap=True)
+    for title, rows in tables.items():
+        out.print(f"{title}:{'' if rows else ' none'}")
+        if rows:
+            print_rows(rows, False)
+
+
+def _own_run(run: dict[str, Any]) -> dict[str, Any]:
+    """A run as a client's keeper sees it."""
+    scores = dict(run["own_test"])
+    records = scores.pop("n", None)
+    return {
+        "run": run["run"][:8],  # its name to the server is long and says nothing
+        "since": run["since"],
+        "state": run["state"],
+        "epsilon": f"{run['epsilon']:.4f} for each {run['protects']}",
+        "sent": f"{run['released']} of {run['accepted']}",
+        "own test records": ", ".join(
+            [f"{name} {value:.3f}" for name, value in scores.items()] + ([f"n = {records:.0f}"] if records else [])
+        ),
+    }
 
 
 def first_line(documented: Any) -> str:

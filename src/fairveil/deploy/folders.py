@@ -32,10 +32,10 @@ name = "{name}"
 server = "{server}"
 group = ""                      # for fairness between groups of clients; the server is told it
 
-[data]                          # whose records: as in the config of a run, see docs/data.md
+[data]                          # which records: as in the config of a run, see docs/data.md
 dataset = "file"
-options = {{ path = "records.csv", target = "y" }}
-client = ""                     # which client of the dataset this one is; needed only if the dataset holds several
+options = {{ path = "records.csv", client = "", target = "y", labels = [0, 1] }}  # path: from this folder
+# client = "north"              # which client of the dataset this one is; needed only if it holds several
 """
 
 POLICY = """\

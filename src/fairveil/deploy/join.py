@@ -6,15 +6,13 @@ import re
 import secrets
 import socket
 import ssl
-import subprocess
 import time
 from pathlib import Path
 from typing import IO
 
 from fairveil.deploy.folders import check_address, client_address
 from fairveil.deploy.keys import public_key_mark
-from fairveil.deploy.programs import Program, Tell, new_text, require_flower, stopped_by_signals
-from fairveil.errors import UserError
+from fairveil.deploy.programs import Program, Tell, Told, new_text, require_flower, stopped_by_signals
 from fairveil.store import hold, write_whole
 
 GUARD = "fairveil.deploy.client"  # the module that runs as the guard's process
@@ -77,10 +75,9 @@ class _Supervisor:
         self.pause = min(2 * self.pause, LONGEST_PAUSE)
 
     def _guard(self, address: str, secret: Path) -> Program:
-        arguments = [GUARD, str(self.folder), address, str(secret)]
-        return Program(
-            arguments, home=self.folder / "flower", log=self.log, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        """It works in the client's folder: the files and modules that client.toml and policy.toml name are there."""
+        arguments = [GUARD, str(self.folder.resolve()), address, str(secret.resolve())]
+        return Program(arguments, home=self.folder / "flower", log=self.log, cwd=self.folder, piped=True)
 
     def _opened(self, guard: Program) -> bool:
         """Whether the guard has read its data and its policy and found them in order."""
@@ -91,8 +88,7 @@ class _Supervisor:
         rest = said + guard.process.stdout.read().decode()
         code = guard.process.wait()
         if code == 2:
-            what, _, why = rest.strip().partition("\n")
-            raise _Mistake(what, why)
+            raise Told(rest.strip())
         self._say(f"The guard did not start ({_how(guard)}); trying again. {self.folder}/join.log says more.")
         return False
 
@@ -166,16 +162,6 @@ def _unreachable(server: str, authority: Path) -> str | None:
         return f"{server} cannot be found: the name {host} is not known here."
     except OSError as error:
         return f"{server} cannot be reached: {error.strerror or error}. Is the server running?"
-
-
-class _Mistake(UserError):
-    """A mistake that the guard has told already, in full."""
-
-    def __init__(self, what: str, why: str) -> None:
-        super().__init__(what, why, "")
-
-    def __str__(self) -> str:
-        return f"{self.what}\n{self.why}"
 
 
 def _free_port() -> int:

@@ -24,6 +24,16 @@ LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec it would be too l
 Tell = Callable[[str], None]
 
 
+class Told(UserError):
+    """A user's mistake that another process has found, in its words."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, "", "")
+
+    def __str__(self) -> str:
+        return self.what
+
+
 def require_flower() -> None:
     """Raise a UserError unless Flower is installed."""
     if find_spec("flwr") is None:
@@ -38,12 +48,18 @@ class Program:
     """A running program and all that it starts.
 
     It dies with this process, even by kill -9. (What it starts itself, Flower's programs watch: they end with it.)
+
+    Args:
+        arguments: a module and what it is called with.
+        home: Flower's folder.
+        log: where its output goes.
+        cwd: where it works; relative paths and modules are looked for there.
+        piped: its standard input and output are for us.
     """
 
     def __init__(
-        self, arguments: Sequence[str], *, home: Path, log: IO[bytes], stdin: int | None = None,
-        stdout: int | IO[bytes] | None = None,
-    ) -> None:  # fmt: skip
+        self, arguments: Sequence[str], *, home: Path, log: IO[bytes], cwd: Path | None = None, piped: bool = False
+    ) -> None:
         parent = os.getpid()
 
         def begin() -> None:
@@ -52,8 +68,8 @@ class Program:
                 os._exit(1)
 
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *arguments], env=environment(home), stderr=log, preexec_fn=begin,
-            stdin=subprocess.DEVNULL if stdin is None else stdin, stdout=log if stdout is None else stdout,
+            [sys.executable, "-m", *arguments], env=environment(home), cwd=cwd, stderr=log, preexec_fn=begin,
+            stdin=subprocess.PIPE if piped else subprocess.DEVNULL, stdout=subprocess.PIPE if piped else log,
             start_new_session=True,  # Ctrl-C is for us, who stop it in good order
         )  # fmt: skip
 
