@@ -135,3 +135,16 @@ def test_requests_of_one_post_are_told_apart(ledger: Ledger) -> None:
 def test_a_plan_never_changes(ledger: Ledger) -> None:
     with pytest.raises(PrivacyError, match="already has a plan"):
         ledger.set_plan({0: {replace(TRAINING, noise_multiplier=0.1): 100}})
+
+
+def test_a_plan_that_could_not_be_written_leaves_no_numbers_behind(path: Path) -> None:
+    """Or the next mechanism would get the number of one that is gone, and be taken for it."""
+    ledger = Ledger(sqlite3.connect(path))
+    unwritable = CohortSums((Part("\ud800", (3,), 1.0, 2.0),), 0.5)  # a lone surrogate is no UTF-8
+    for mechanism in (TRAINING, SUMS):
+        with pytest.raises(UnicodeEncodeError):
+            ledger.set_plan({0: {mechanism: 1, unwritable: 1}})
+    ledger.set_plan({0: {TRAINING: 1}})
+    assert ledger.planned() == Ledger(sqlite3.connect(path)).planned() == {0: Counter({canonical(TRAINING): 1})}
+    with pytest.raises(PrivacyError, match="not planned"):
+        ledger.post([entry(0, 1, SUMS)])

@@ -65,9 +65,14 @@ class Ledger:
         """Write the plan of these units; a plan that is already there never changes."""
         if planned.keys() & {unit for unit, _ in self._planned}:
             raise PrivacyError("this run already has a plan: what was promised cannot be changed afterwards")
-        with self.database:
-            rows = [(unit, self._id(m), count) for unit, releases in planned.items() for m, count in releases.items()]
-            self.database.executemany("INSERT INTO plan VALUES (?, ?, ?)", rows)
+        known = dict(self._ids)
+        try:
+            with self.database:
+                rows = [(u, self._id(m), count) for u, releases in planned.items() for m, count in releases.items()]
+                self.database.executemany("INSERT INTO plan VALUES (?, ?, ?)", rows)
+        except BaseException:
+            self._ids = known  # the numbers that were given out just now are free again: another will get them
+            raise
         self._planned.update(_counts(rows))
 
     def post(self, entries: Sequence[Entry]) -> None:
