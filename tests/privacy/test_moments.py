@@ -95,3 +95,24 @@ def test_mean_and_deviation_of_exact_sums_are_exact_and_of_noisy_ones_usable() -
     odd: Any = torch.tensor([-3.0, 50.0, 50.0, 0.0, -1.0, 9.0], dtype=torch.float64)  # what noise can do
     mean, deviation = mean_and_deviation(odd)
     assert (np.abs(mean) <= 1).all() and (deviation >= LEAST_DEVIATION).all() and (deviation <= 1).all()
+
+
+@pytest.mark.parametrize(
+    ("columns", "noise"),
+    [
+        ((((0, 1, 2), None),), 1.0), (((True, None),), 1.0), (((0, (1,)),), 1.0), (((0.0, None),), 1.0),
+        (((0, None),), -1.0), (((0, None),), math.nan), (((0, None),), math.inf),
+    ],
+)  # fmt: skip
+def test_columns_are_pairs_of_whole_numbers(columns: Any, noise: float) -> None:
+    """What else torch takes for an index has another shape: one noise would then go to several sums."""
+    with pytest.raises(ValueError, match="makes no sense"):
+        NoisyMoments(columns, noise)
+
+
+def test_images_have_no_columns() -> None:
+    """Of images as wide as there are sums (3d), every row would get the same noise."""
+    records = Records(torch.rand(5, 2, 4, 6), torch.zeros(5, dtype=torch.int64))
+    client = SimpleNamespace(data=ClientData(records, records), noise=lambda: Stream("images"), key=())
+    with pytest.raises(ValueError, match="no columns"):
+        NoisyMoments(((0, None), (1, None)), 1.0).release(cast(Any, client))

@@ -47,6 +47,12 @@ class NoisyMoments:
     columns: Pairs
     noise_multiplier: float
 
+    def __post_init__(self) -> None:
+        # whole numbers only: what else torch takes for an index would change the shape, and with it the bound
+        pairs = all(type(at) is int and (missing is None or type(missing) is int) for at, missing in self.columns)
+        if not (pairs and 0 <= self.noise_multiplier < math.inf):
+            raise ValueError(f"{self} makes no sense")
+
     @property
     def kind(self) -> str:
         return "column statistics"
@@ -65,7 +71,10 @@ class NoisyMoments:
 
     def release(self, client: Client) -> tuple[Release, dict[str, float]]:
         """The noisy sums (3d,), float64."""
-        total = contributions(client.data.train.x, self.columns).sum(dim=0)
+        x = client.data.train.x
+        if x.dim() != 2:
+            raise ValueError(f"records of shape {tuple(x.shape[1:])} have no columns")
+        total = contributions(x, self.columns).sum(dim=0)
         std = noise_std(bound(self.columns), self.noise_multiplier)
         if std:
             total = on_grid(total + std * client.noise().normal(len(total)), std)
