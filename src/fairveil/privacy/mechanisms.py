@@ -107,8 +107,14 @@ def from_canonical(text: str) -> Mechanism | None:
             cls = getattr(import_module(module), name)
             if not (isinstance(cls, type) and is_dataclass(cls) and cls.__module__ == module):
                 raise ValueError(f"{name} is no mechanism")
-            words = {field.name for field in fields(cls) if field.type == "str"}  # a sum may be called "inf"
-            return cls(**{key: item if key in words else built(item) for key, item in value.items() if key != "type"})
+            types = {field.name: field.type for field in fields(cls)}
+            words = {name for name, kind in types.items() if kind == "str"}  # a sum may be called "inf"
+            given = {key: item if key in words else built(item) for key, item in value.items() if key != "type"}
+            for key, item in given.items():
+                # of 1.5 steps two would be taken, and one and a half be paid for
+                if types.get(key) in ("int", "float", "str", "bool") and type(item).__name__ != types[key]:
+                    raise TypeError(f"{key} is a {type(item).__name__}")
+            return cls(**given)
         if isinstance(value, list):
             return tuple(built(item) for item in value)
         return float.fromhex(value) if isinstance(value, str) and HEXADECIMAL.fullmatch(value) else value

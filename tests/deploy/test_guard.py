@@ -1,0 +1,119 @@
+"""The guard, asked by a server that means harm: nothing leaves that was not accepted, priced and written down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from fairveil.guard import Guard, Proposal
+from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, canonical
+from fairveil.privacy.moments import NoisyMoments
+from fairveil.privacy.training import NoisyTraining
+from fairveil.remote import Envelope
+
+from .conftest import client_folder
+
+RUN = "a" * 32
+FEATURES, PARAMETERS = 3, 8  # of the records below, and of a logistic model for their two classes
+TRAINING = NoisyTraining(0.2, 4, 1.0, 1.0, 10.0)
+
+
+def data(folder: Path, **options: Any) -> dict[str, Any]:
+    """A hospital with 60 records: two numbers to be standardised by released statistics, and one that is 0 or 1."""
+    random = np.random.default_rng(0)
+    columns = {"age": random.normal(60, 15, 160), "pressure": random.normal(120, 20, 160)}
+    columns |= {"smoker": random.integers(0, 2, 160), "y": random.integers(0, 2, 160)}
+    table = pd.DataFrame(columns | {"client": np.where(np.arange(160) < 80, "north", "south")})
+    table.to_csv(folder / "t.csv", index=False)
+    prepare = {
+        "age": {"kind": "standard", "low": 0.0, "high": 120.0},
+        "pressure": {"kind": "standard", "low": 0.0, "high": 200.0},
+    }
+    options = {"path": str(folder / "t.csv"), "prepare": prepare, "statistics_noise": 3.0} | options
+    return {"dataset": "file", "options": options, "client": "north"}
+
+
+class Server:
+    """Whatever a server can send to a guard."""
+
+    def __init__(self, folder: Path, run: str = RUN) -> None:
+        self.folder, self.run = folder, run
+        self.guard = Guard(folder)
+
+    def restart(self) -> None:
+        self.guard.close()
+        self.guard = Guard(self.folder)
+
+    def send(self, kind: str, **values: Any) -> Envelope:
+        return self.guard.answer(Envelope(kind, {"run": self.run} | values))
+
+    def propose(self, *releases: tuple[Mechanism | str, int], **other: Any) -> Envelope:
+        texts = tuple((what if isinstance(what, str) else canonical(what), count) for what, count in releases)
+        fields = {"client": 0, "unit": "record", "delta": 1e-3, "model": "logistic", "options": {}} | other
+        return self.send("propose", proposal=Proposal(releases=texts, **fields).text())
+
+    def ask(
+        self, task: str, mechanism: Mechanism | str | None, request: str = "round 1, ask 1", **given: Any
+    ) -> Envelope:
+        """`shared_model` is the input shared.model, and so on."""
+        what = mechanism if isinstance(mechanism, str) else canonical(mechanism) if mechanism else ""
+        values = {name.replace("_", ".", 1): value for name, value in given.items()}
+        return self.send("task", request=request, task=task, mechanism=what, **values)
+
+    def train(self, request: str = "round 1, ask 1", mechanism: Mechanism | str = TRAINING, **given: Any) -> Envelope:
+        inputs = {"shared_model": torch.zeros(PARAMETERS), "shared_learning_rate": 0.5}
+        return self.ask("local_update", mechanism, request, **(inputs | given))
+
+    @property
+    def refusals(self) -> list[str]:
+        return [why for (why,) in self.guard.database.execute("SELECT why FROM refusal")]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(client_folder(tmp_path / "north", "north", data(tmp_path)))
+    yield server
+    server.guard.close()
+
+
+def is_refused(answer: Envelope, server: Server, why: str) -> None:
+    """It says why and nothing else, and the client has it in writing."""
+    assert answer.kind == "refused", answer
+    assert why in answer.values["why"] and set(answer.values) == {"why"}  # type: ignore[operator]
+    assert server.refusals[-1] == answer.values["why"]
+
+
+# ---- attacks that once succeeded -------------------------------------------------------------------
+
+
+def changed(mechanism: Mechanism, **fields: Any) -> str:
+    """The canonical form with other fields."""
+    return json.dumps(json.loads(canonical(mechanism)) | fields, sort_keys=True)
+
+
+def test_columns_are_whole_numbers(server: Server) -> None:
+    """A list in place of a column made a matrix of the sums, whose rows all got one noise: their differences none."""
+    nested = changed(NoisyMoments(((0, None),), 100.0), columns=[[[0, 1, 2], None]])
+    is_refused(server.propose((nested, 1)), server, "not known")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"steps": "0x1.8000000000000p+0"},
+        {"clip_norm": 1},
+        {"noise_multiplier": True},
+        {"copies": "0x1.0000000000000p+0"},
+    ],
+)
+def test_numbers_are_of_the_type_that_they_should_be(server: Server, fields: dict[str, Any]) -> None:
+    """Of 1.5 steps two were taken; twice 1.5 was paid for. And 1 and 1.0 are equal, but not the same text."""
+    is_refused(server.propose((changed(TRAINING, **fields), 2)), server, "not known")
