@@ -11,10 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch import Tensor
 
 from fairveil.guard import Guard, Proposal
-from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, canonical
+from fairveil.privacy.mechanisms import Mechanism, canonical
 from fairveil.privacy.moments import NoisyMoments
 from fairveil.privacy.training import NoisyTraining
 from fairveil.remote import Envelope

@@ -55,7 +55,7 @@ def packed(envelope: Envelope) -> RecordDict:
     plain: dict[str, Any] = {}
     for name, value in envelope.values.items():
         if isinstance(value, Tensor):
-            arrays[name] = Array(np.ascontiguousarray(value.detach().numpy()))
+            arrays[name] = Array(value.detach().contiguous().numpy())
         else:
             plain[name] = value
     kind = ConfigRecord({"kind": envelope.kind})
@@ -103,7 +103,7 @@ def _tensor(name: str, array: Any) -> Tensor:
         if fortran or dtype.hasobject or int(np.prod(shape, dtype=object)) * dtype.itemsize != bytes_left:
             raise ValueError(f"{shape} of {dtype} in {bytes_left} bytes")
         found = torch.from_numpy(np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape).copy())
-    except (ValueError, TypeError, EOFError) as error:
+    except Exception as error:  # numpy reads the header as Python: tokenize.TokenError is one of many
         raise Malformed(f"the array {name[:100]!r} cannot be read") from error
     if found.dtype not in DTYPES:
         raise Malformed(f"the array {name[:100]!r} holds {found.dtype}")

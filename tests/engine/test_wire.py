@@ -1,0 +1,191 @@
+"""What travels: everything that can be sent comes back as it was, and whatever else comes is refused."""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fairveil.engine.flower import packed, unpacked
+from fairveil.privacy.release import Plain, digest_values
+from fairveil.remote import DTYPES, Envelope, Malformed
+
+HEADER = "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }"
+KIND = ConfigRecord({"kind": "task"})
+
+
+def through(envelope: Envelope) -> Envelope:
+    """There and back, as bytes in between."""
+    return unpacked(RecordDict.inflate(*_deflated(packed(envelope))))
+
+
+def _deflated(records: RecordDict) -> tuple[bytes, dict[str, Any]]:
+    children = records.children or {}
+    return records.deflate(), {key: type(child).inflate(*_deflated_child(child)) for key, child in children.items()}
+
+
+def _deflated_child(child: Any) -> tuple[bytes, dict[str, Any] | None]:
+    below = child.children
+    if not below:
+        return child.deflate(), None
+    return child.deflate(), {key: type(one).inflate(*_deflated_child(one)) for key, one in below.items()}
+
+
+def same(one: Plain, other: Plain) -> bool:
+    if isinstance(one, torch.Tensor):
+        assert isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape
+    return type(one) is type(other) and digest_values({"it": one}) == digest_values({"it": other})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (2, 0), (2, 3), (2, 1, 3)])
+def test_tensors_arrive_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    bits = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)  # NaN with any payload too
+    value = (bits % 2).bool().view(shape) if dtype == torch.bool else bits.view(dtype).view(shape)
+    arrived = through(Envelope("task", {"it": value}))
+    assert arrived.kind == "task" and same(arrived.values["it"], value)
+
+
+def test_tensors_that_lie_in_pieces_arrive_whole() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    for value in (whole.T, whole[:, 1], whole[::2], whole.expand(2, 3, 4)):
+        assert same(through(Envelope("task", {"it": value})).values["it"], value.contiguous())
+
+
+NAMES = st.text(st.characters(codec="utf-8"), max_size=20)
+NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.floats() | st.booleans()
+
+
+@settings(max_examples=60, deadline=None)
+@given(kind=NAMES, values=st.dictionaries(NAMES, NUMBERS | NAMES, max_size=5))
+def test_plain_values_arrive_with_their_types(kind: str, values: dict[str, Plain]) -> None:
+    arrived = through(Envelope(kind, values))
+    assert arrived.kind == kind and arrived.values.keys() == values.keys()
+    assert all(same(arrived.values[name], value) for name, value in values.items())
+
+
+# ---- what is no envelope ---------------------------------------------------------------------------
+
+
+def holding(data: bytes, stype: str = "numpy.ndarray") -> RecordDict:
+    """An envelope with one array of these bytes."""
+    array = Array(dtype="float32", shape=(1,), stype=stype, data=data)
+    return RecordDict({"kind": KIND, "plain": ConfigRecord({}), "arrays": ArrayRecord({"it": array})})
+
+
+def npy(header: str, data: bytes = b"\0\0\0\0", version: bytes = b"\x01\x00") -> bytes:
+    text = header.encode("latin1") + b"\n"
+    return b"\x93NUMPY" + version + struct.pack("<H", len(text)) + text + data
+
+
+def saved(value: Any, **how: Any) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, value, **how)
+    return stream.getvalue()
+
+
+def zipped() -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, it=np.zeros(1, np.float32))
+    return stream.getvalue()
+
+
+def header(**other: Any) -> str:
+    return repr({"descr": "<f4", "fortran_order": False, "shape": (1,)} | other)
+
+
+HOSTILE = {
+    "nothing": b"",
+    "a pickle": saved(np.array([{}], object), allow_pickle=True),
+    "a pickle by its header": npy(header(descr="|O")),
+    "npz": zipped(),
+    "cut short": npy(HEADER, b"\0\0\0"),
+    "too long": npy(HEADER, b"\0" * 5),
+    "cut in its header": npy(HEADER)[:20],
+    "another version": npy(HEADER, version=b"\x02\x00"),
+    "Fortran order": saved(np.asfortranarray(np.ones((2, 2), np.float32))),
+    "more than there is": npy(header(shape=(10**12,))),
+    "more than can be": npy(header(shape=(10**30, 0)), b""),
+    "negative": npy(header(shape=(-1, -1))),
+    "negative and empty": npy(header(shape=(-1, 0)), b""),
+    "no shape": npy(header(shape="a")),
+    "other byte order": npy(header(descr=">f4")),
+    "text": npy(header(descr="<U1")),
+    "dates": npy(header(descr="<M8[s]"), b"\0" * 8),
+    "records": npy(header(descr=[("a", "<f4")])),
+    "nothing in each": npy(header(descr="|V0", shape=(3,)), b""),
+    "half precision": saved(np.ones(2, np.float16)),
+    "bytes": saved(np.ones(4, np.uint8)),
+    "complex": saved(np.ones(1, np.complex64)),
+    "an open bracket": npy("{'descr': '<f4', ("),
+    "an open string": npy("'''"),
+    "odd indents": npy("\n  x\n y"),
+    "of Python 2": npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1L,), }"),
+    "a call": npy("__import__('os').getcwd()"),
+    "deep": npy("(" * 3000),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_arrays_that_are_not_plain_numbers_are_refused(what: str) -> None:
+    with pytest.raises(Malformed, match="array 'it'"):
+        unpacked(holding(HOSTILE[what]))
+
+
+def test_an_array_of_another_library_is_refused() -> None:
+    with pytest.raises(Malformed, match="cannot be read"):
+        unpacked(holding(npy(HEADER), stype="torch.Tensor"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.binary(max_size=60), at=st.integers(0, 80), cut=st.integers(0, 40))
+def test_no_bytes_whatever_do_more_than_be_refused(data: bytes, at: int, cut: int) -> None:
+    """Nor those of an array with some of them overwritten."""
+    whole = npy(HEADER)
+    for hostile in (data, whole[:at] + data + whole[at + cut :]):
+        try:
+            arrived = unpacked(holding(hostile)).values["it"]
+        except Malformed:
+            continue
+        assert isinstance(arrived, torch.Tensor) and arrived.dtype in DTYPES and arrived.nbytes <= len(hostile)
+
+
+NO_ENVELOPES = {
+    "empty": {},
+    "a record more": {"kind": KIND, "plain": ConfigRecord({}), "arrays": ArrayRecord({}), "more": ConfigRecord({})},
+    "a record less": {"kind": KIND, "plain": ConfigRecord({})},
+    "metrics for plain values": {"kind": KIND, "plain": MetricRecord({"loss": 1.0}), "arrays": ArrayRecord({})},
+    "values for arrays": {"kind": KIND, "plain": ConfigRecord({}), "arrays": ConfigRecord({})},
+    "no word": {"kind": ConfigRecord({}), "plain": ConfigRecord({}), "arrays": ArrayRecord({})},
+    "a number for a word": {"kind": ConfigRecord({"kind": 3}), "plain": ConfigRecord({}), "arrays": ArrayRecord({})},
+    "bytes": {"kind": KIND, "plain": ConfigRecord({"it": b"x"}), "arrays": ArrayRecord({})},
+    "a list": {"kind": KIND, "plain": ConfigRecord({"it": [1.0]}), "arrays": ArrayRecord({})},
+}
+
+
+@pytest.mark.parametrize("what", NO_ENVELOPES)
+def test_what_is_no_envelope_is_refused(what: str) -> None:
+    with pytest.raises(Malformed):
+        unpacked(RecordDict(NO_ENVELOPES[what]))
+
+
+def test_one_name_for_an_array_and_a_value_is_refused() -> None:
+    records = packed(Envelope("task", {"it": torch.zeros(1)}))
+    records["plain"] = ConfigRecord({"it": 1})
+    with pytest.raises(Malformed):
+        unpacked(records)
+
+
+def test_a_message_that_is_too_large_is_refused_before_it_is_read() -> None:
+    records = packed(Envelope("task", {"it": torch.zeros(1000)}))
+    assert unpacked(records, largest=5000).values["it"].shape == (1000,)  # type: ignore[union-attr]
+    with pytest.raises(Malformed, match="larger than 3,000"):
+        unpacked(records, largest=3000)
