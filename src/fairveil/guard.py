@@ -73,7 +73,7 @@ CREATE TABLE IF NOT EXISTS run (
     epsilon REAL NOT NULL, delta REAL NOT NULL, scales BLOB, state TEXT NOT NULL, since TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS refusal (since TEXT NOT NULL, run TEXT NOT NULL, request TEXT NOT NULL, why TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS diagnostic (
-    run INTEGER NOT NULL, request TEXT NOT NULL, task TEXT NOT NULL, name TEXT NOT NULL, value REAL NOT NULL,
+    run INTEGER NOT NULL, request TEXT NOT NULL, task TEXT NOT NULL, name TEXT NOT NULL, value REAL,  -- NULL: NaN
     PRIMARY KEY (run, request, task, name)) WITHOUT ROWID;
 """
 
@@ -414,6 +414,7 @@ class Guard:
         return answer
 
     def _noted(self, run: _Run, request: str, task: str, diagnostics: Mapping[str, float]) -> None:
+        """Write down what was measured, NaN included: whether that could be done must not show in the answer."""
         with self.database:
             rows = [(run.id, request, task, name, float(value)) for name, value in diagnostics.items()]
             self.database.executemany("INSERT OR REPLACE INTO diagnostic VALUES (?, ?, ?, ?, ?)", rows)

@@ -76,6 +76,8 @@ def evaluate(members: Sequence[Member]) -> list[Reply]:
     replies = []
     for member in members:
         weights = cast(Tensor, member.inputs.get("model", member.personal.get("model")))
+        if weights is None:  # before a look at the records: whether there are any is for nobody to know
+            raise ValueError("there is no model to score")
         records = member.data.train if member.inputs.get("split") == "train" else member.data.test
         if not len(records.y):
             replies.append(Reply(Kept(), diagnostics={"n": 0.0}))

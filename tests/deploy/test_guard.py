@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 
+from fairveil.data.federation import Records
 from fairveil.guard import Guard, Proposal
 from fairveil.privacy.mechanisms import Mechanism, canonical
 from fairveil.privacy.moments import NoisyMoments
@@ -116,3 +118,33 @@ def test_columns_are_whole_numbers(server: Server) -> None:
 def test_numbers_are_of_the_type_that_they_should_be(server: Server, fields: dict[str, Any]) -> None:
     """Of 1.5 steps two were taken; twice 1.5 was paid for. And 1 and 1.0 are equal, but not the same text."""
     is_refused(server.propose((changed(TRAINING, **fields), 2)), server, "not known")
+
+
+def test_what_is_measured_does_not_show(server: Server) -> None:
+    """NaN could not be written down once, and the client said that it had failed.
+
+    A model whose outputs overflow for some records only could ask of each of them, at no price.
+    """
+    server.propose()
+    overflowing = torch.zeros(PARAMETERS)
+    overflowing[:FEATURES] = 3e38
+    scales = {"scales_mean": torch.zeros(2).double(), "scales_deviation": torch.full((2,), 0.1).double()}
+    for split in ("test", "train"):
+        request = f"round 1, ask {split}"
+        kept = server.ask("evaluate", None, request, shared_model=overflowing, shared_split=split, **scales)
+        assert kept == Envelope("kept")
+    value = "SELECT value FROM diagnostic WHERE name = 'loss'"
+    assert server.guard.database.execute(value).fetchall() == [(None,), (None,)]
+    given = {name.replace("_", ".", 1): value for name, value in scales.items()}
+    assert server.send("finish", model=overflowing, **given) == Envelope("finished")
+
+
+def test_whether_there_are_records_does_not_show(server: Server) -> None:
+    """Without a model to score, a client with test records failed, and one without them did not."""
+    server.propose()
+    scales = {"scales_mean": torch.zeros(2).double(), "scales_deviation": torch.ones(2).double()}
+    some = server.ask("evaluate", None, **scales)
+    none = Records(torch.zeros(0, FEATURES), torch.zeros(0, dtype=torch.int64))
+    server.guard.data = replace(server.guard.data, test=none)
+    server.guard._runs.clear()
+    assert server.ask("evaluate", None, "round 1, ask 2", **scales) == some
