@@ -65,6 +65,7 @@ from fairveil.tasks import evaluate
 
 TASKS = ["local_update", "choose_model", "release_moments", "evaluate"]  # that need trust in nobody
 BOUNDS = ("clip_norm", "bound")  # fields of mechanisms
+LONGEST = 1000  # letters of a refusal
 RUN, REQUEST = re.compile(r"[0-9a-f]{32}"), re.compile(r"[A-Za-z0-9 ,]{0,100}")
 
 SCHEMA = """
@@ -207,7 +208,7 @@ class Guard:
 
     def answer(self, asked: Envelope) -> Envelope:
         """The answer to whatever came, refusals included. Never raises for what a server did."""
-        run, request = (str(asked.values.get(key, ""))[:200] for key in ("run", "request"))
+        run, request = (_plain(asked.values.get(key, "")) for key in ("run", "request"))
         try:
             answers = {"describe": self._describe, "propose": self._propose, "task": self._task, "finish": self._finish}
             if asked.kind not in answers:
@@ -219,7 +220,7 @@ class Guard:
                 raise Refused("runs and requests have plain names")  # they are part of what the noise is derived from
             return answers[asked.kind](asked)
         except (Refused, Malformed, PrivacyError) as refusal:
-            why = str(refusal)
+            why = _plain(refusal)
             log.warning("refused %s %s: %s", run, request, why)
             with self.database:
                 self.database.execute("INSERT INTO refusal VALUES (?, ?, ?, ?)", (_now(), run, request, why))
@@ -623,6 +624,11 @@ def _numbers(mechanism: Any) -> Iterator[tuple[str, float]]:
                 yield from _numbers(inner)
             elif isinstance(inner, int | float):
                 yield field.name, float(inner)
+
+
+def _plain(words: object) -> str:
+    """In letters that can be written down and sent, and not too many: a server has a say in them."""
+    return str(words)[:LONGEST].encode("ascii", "backslashreplace").decode()
 
 
 def _now() -> str:

@@ -15,7 +15,7 @@ import torch
 
 from fairveil.data.federation import Records
 from fairveil.guard import Guard, Proposal
-from fairveil.privacy.mechanisms import Mechanism, canonical
+from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, canonical
 from fairveil.privacy.moments import NoisyMoments
 from fairveil.privacy.training import NoisyTraining
 from fairveil.remote import Envelope
@@ -148,3 +148,15 @@ def test_whether_there_are_records_does_not_show(server: Server) -> None:
     server.guard.data = replace(server.guard.data, test=none)
     server.guard._runs.clear()
     assert server.ask("evaluate", None, "round 1, ask 2", **scales) == some
+
+
+def test_a_refusal_can_always_be_written_down(server: Server) -> None:
+    """A lone surrogate in a name made the guard itself fail, and a long name filled its disk."""
+    unwritable = CohortSums((Part("\ud800", (1,), 1.0, 1.0),), 1.0)
+    is_refused(server.propose((unwritable, 1)), server, "does not go with privacy of each record")
+    is_refused(server.propose(options={"\ud800": 1}), server, "not an option")
+    server.propose()
+    is_refused(server.send("task", request="\ud800", task="", mechanism=""), server, "plain names")
+    is_refused(server.ask("evaluate", None, **{f"shared_{'x' * 100_000}": 1}), server, "it takes the inputs")
+    assert max(map(len, server.refusals)) < 2000
+    assert server.send("\ud800").kind == server.send("propose", proposal="[" * 10**5).kind == "refused"
