@@ -65,6 +65,7 @@ from fairveil.tasks import evaluate
 
 TASKS = ["local_update", "choose_model", "release_moments", "evaluate"]  # that need trust in nobody
 BOUNDS = ("clip_norm", "bound")  # fields of mechanisms
+LEAST_BOUND = 1e-9  # far above the least numbers of float32, which are rounded by up to their own size
 LONGEST = 1000  # letters of a refusal
 RUN, REQUEST = re.compile(r"[0-9a-f]{32}"), re.compile(r"[A-Za-z0-9 ,]{0,100}")
 
@@ -341,7 +342,7 @@ class Guard:
                     raise Refused(
                         f"a noise multiplier of {value:g}: the policy asks for {self.policy.smallest_noise:g}"
                     )
-                if name in BOUNDS and not value <= self.policy.largest_clip:
+                if name in BOUNDS and not LEAST_BOUND <= value <= self.policy.largest_clip:
                     raise Refused(f"a {name} of {value:g}: the policy allows {self.policy.largest_clip:g}")
             releases[mechanism] = count
         return releases

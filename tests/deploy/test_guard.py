@@ -160,3 +160,11 @@ def test_a_refusal_can_always_be_written_down(server: Server) -> None:
     is_refused(server.ask("evaluate", None, **{f"shared_{'x' * 100_000}": 1}), server, "it takes the inputs")
     assert max(map(len, server.refusals)) < 2000
     assert server.send("\ud800").kind == server.send("propose", proposal="[" * 10**5).kind == "refused"
+
+
+def test_a_bound_is_no_smaller_than_float32_can_keep(server: Server) -> None:
+    """One record whose gradient is rounded up to the least number above 0, which is twice as long as its bound."""
+    clip = 0.75e-45
+    assert float(torch.tensor(clip)) > 1.8 * clip  # what the sum of clipped gradients would hold
+    is_refused(server.propose((replace(TRAINING, clip_norm=clip), 1)), server, "clip_norm")
+    is_refused(server.propose((replace(TRAINING, clip_norm=5e-324), 1)), server, "clip_norm")  # noise of 0
