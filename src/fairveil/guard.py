@@ -72,7 +72,8 @@ RUN, REQUEST = re.compile(r"[0-9a-f]{32}"), re.compile(r"[A-Za-z0-9 ,]{0,100}")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, proposal TEXT NOT NULL, fingerprint TEXT NOT NULL,
-    epsilon REAL NOT NULL, delta REAL NOT NULL, scales BLOB, state TEXT NOT NULL, since TEXT NOT NULL);
+    adjacency TEXT NOT NULL, epsilon REAL NOT NULL, delta REAL NOT NULL, scales BLOB, state TEXT NOT NULL,
+    since TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS refusal (since TEXT NOT NULL, run TEXT NOT NULL, request TEXT NOT NULL, why TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS diagnostic (
     run INTEGER NOT NULL, request TEXT NOT NULL, task TEXT NOT NULL, name TEXT NOT NULL, value REAL,  -- NULL: NaN
@@ -198,12 +199,23 @@ class Guard:
             self.database.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
             self.database.executescript(SCHEMA)
             self.ledger = Ledger(self.database)
+            self._check_adjacency()
             self._opened = opened.pop_all()
         self._runs: dict[str, _Run] = {}
         self._last: tuple[bytes, Envelope] = b"", Envelope("")
 
     def close(self) -> None:
         self._opened.close()
+
+    def _check_adjacency(self) -> None:
+        """Prices for two relations between neighbours cannot be added up."""
+        for (other,) in self.database.execute("SELECT DISTINCT adjacency FROM run"):
+            if other != self.policy.adjacency:
+                raise UserError(
+                    f"adjacency = {shown(self.policy.adjacency)} in policy.toml; runs were accepted at {shown(other)}.",
+                    "What these have cost is known for that relation between neighbours only.",
+                    f"adjacency = {shown(other)}",
+                )
 
     # ---- answering ---------------------------------------------------------------------------------
 
@@ -268,9 +280,9 @@ class Guard:
         self._within_budget(found.epsilon, proposal.delta, proposal.unit)
         with self.database:
             cursor = self.database.execute(
-                "INSERT INTO run (name, proposal, fingerprint, epsilon, delta, state, since) "
-                "VALUES (?, ?, ?, ?, ?, 'open', ?)",
-                (name, proposal.text(), self.fingerprint, found.epsilon, proposal.delta, _now()),
+                "INSERT INTO run (name, proposal, fingerprint, adjacency, epsilon, delta, state, since) "
+                "VALUES (?, ?, ?, ?, ?, ?, 'open', ?)",
+                (name, proposal.text(), self.fingerprint, found.adjacency, found.epsilon, proposal.delta, _now()),
             )
             number = cast(int, cursor.lastrowid)
             # in one transaction: a run without its plan could never be asked anything

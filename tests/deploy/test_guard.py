@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fairveil.data.federation import Records
+from fairveil.errors import UserError
 from fairveil.guard import Guard, Proposal
 from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, canonical
 from fairveil.privacy.moments import NoisyMoments
@@ -168,3 +169,12 @@ def test_a_bound_is_no_smaller_than_float32_can_keep(server: Server) -> None:
     assert float(torch.tensor(clip)) > 1.8 * clip  # what the sum of clipped gradients would hold
     is_refused(server.propose((replace(TRAINING, clip_norm=clip), 1)), server, "clip_norm")
     is_refused(server.propose((replace(TRAINING, clip_norm=5e-324), 1)), server, "clip_norm")  # noise of 0
+
+
+def test_prices_for_two_relations_between_neighbours_are_not_added_up(server: Server) -> None:
+    """A run that was accepted for records added or removed went on when the policy said replaced, at half its price."""
+    server.propose((TRAINING, 1))
+    policy = server.folder / "policy.toml"
+    policy.write_text(policy.read_text() + 'adjacency = "replace"\n')
+    with pytest.raises(UserError, match="adjacency"):
+        server.restart()
