@@ -168,8 +168,9 @@ class _Run:
     id: int
     name: str
     proposal: Proposal
-    bench: Bench
-    scales: tuple[np.ndarray, np.ndarray] | None
+    bench: Bench  # with the records as they are
+    scales: tuple[np.ndarray, np.ndarray] | None = None
+    standardised: Bench | None = None
 
 
 class Guard:
@@ -309,9 +310,9 @@ class Guard:
         before = job_digest(deployable.task, shared)
         digest = digest_values(each, personal, before=mechanism_digest(mechanism, before))
         self._payable(run, request, mechanism, digest)
-        self._scaled(run, asked)
+        bench = run.bench if deployable.prepares else self._scaled(run, asked)
         call = Call(run.proposal.client, each, mechanism, personal, digest)
-        ((_, reply),) = next(run.bench.perform(Job(deployable.task, request, shared, [call], before)))
+        ((_, reply),) = next(bench.perform(Job(deployable.task, request, shared, [call], before)))
         answer = self._released(run, request, call, reply, asked.text("task"), place)
         self._last = whole, answer
         return answer
@@ -322,12 +323,12 @@ class Guard:
         model = asked.values.get("model")
         given: dict[str, Plain] = {} if model is None else {"model": model}
         DEPLOYABLE["evaluate"].check(given, run.bench.model.parameters)
-        self._scaled(run, asked)
+        bench = self._scaled(run, asked)
         personal, _ = self._personal(run, "the end")
         weights = given.get("model", personal.get("model"))
         if isinstance(weights, Tensor):
             call = Call(run.proposal.client, given, None, personal)
-            ((_, reply),) = next(run.bench.perform(Job(evaluate, "the end", {}, [call])))
+            ((_, reply),) = next(bench.perform(Job(evaluate, "the end", {}, [call])))
             self._noted(run, "the end", "evaluate", reply.diagnostics)
             self._save_model(run, weights)
         with self.database:
@@ -446,7 +447,7 @@ class Guard:
                 raise Refused("the records have changed since this run was accepted; a new run can be proposed")
             proposal = Proposal.read(text)
             self._checked(proposal)  # the policy may have become stricter since
-            run = self._runs[name] = _Run(number, name, proposal, self._bench(name, proposal), None)
+            run = self._runs[name] = _Run(number, name, proposal, self._bench(name, proposal))
             if scales is not None:
                 self._set_scales(run, *np.frombuffer(scales).reshape(2, -1))
         return self._runs[name]
@@ -482,35 +483,41 @@ class Guard:
         except UserError as error:
             raise Refused(f"the model cannot be built: {error.what}") from None
 
-    def _scaled(self, run: _Run, asked: Envelope) -> None:
-        """Standardise the records as the run does: by figures that were released, the same for the whole run."""
-        given = asked.under("scales.")
-        if not given:
-            return
+    def _scaled(self, run: _Run, asked: Envelope) -> Bench:
+        """Where tasks see the records as the run standardises them: by figures that stay the same for all of it.
+
+        Never without them: a request could otherwise be answered once more, by the same noise, on other records.
+        """
+        given, standardise = asked.under("scales."), self.federation.standardise
+        if standardise is None:
+            if given:
+                raise Refused("scales, and nothing here is standardised")
+            return run.bench
         mean, deviation = given.get("mean"), given.get("deviation")
-        standardise = self.federation.standardise
-        shape = None if standardise is None else (len(standardise.columns),)
         if not (isinstance(mean, Tensor) and isinstance(deviation, Tensor)) or len(given) != 2:
-            raise Refused("scales are a mean and a deviation")
-        if not (tuple(mean.shape) == tuple(deviation.shape) == shape) or mean.dtype != torch.float64:
+            raise Refused("scales are needed: a mean and a deviation")
+        right = tuple(mean.shape) == tuple(deviation.shape) == (len(standardise.columns),)
+        if not right or not mean.dtype == deviation.dtype == torch.float64:
             raise Refused("scales of the wrong shape or type")
         check_finite(given)
         if not (deviation > 0).all():
             raise Refused("a deviation that is not positive")
-        scales = mean.numpy(), deviation.double().numpy()
-        if run.scales is None:
+        scales = mean.numpy(), deviation.numpy()
+        if run.standardised is None:
             with self.database:
                 blob = np.concatenate(scales).tobytes()
                 self.database.execute("UPDATE run SET scales = ? WHERE id = ?", (blob, run.id))
-            self._set_scales(run, *scales)
-        elif not all(np.array_equal(*pair) for pair in zip(run.scales, scales, strict=True)):
+            return self._set_scales(run, *scales)
+        if run.scales is None or not all(np.array_equal(*pair) for pair in zip(run.scales, scales, strict=True)):
             raise Refused("other scales than before in this run")
+        return run.standardised
 
-    def _set_scales(self, run: _Run, mean: np.ndarray, deviation: np.ndarray) -> None:
+    def _set_scales(self, run: _Run, mean: np.ndarray, deviation: np.ndarray) -> Bench:
         assert self.federation.standardise is not None
         run.scales = mean, deviation
         source = Standardised(_Own(self.data), self.federation.standardise.columns, mean, deviation)
-        run.bench = self._bench(run.name, run.proposal, source)
+        run.standardised = self._bench(run.name, run.proposal, source)
+        return run.standardised
 
     # ---- personal state ----------------------------------------------------------------------------
 

@@ -47,13 +47,13 @@ def feature_statistics(
     return mean_and_deviation(torch.stack([cast(Tensor, reply["moments"]) for reply in replies]).sum(dim=0))
 
 
-@deployable(by=NoisyMoments)
+@deployable(by=NoisyMoments, prepares=True)
 def release_moments(members: Sequence[Member]) -> list[Reply]:
     """Each client releases the noisy moments of its own records."""
     return [Reply(cast(ClientMechanism, member.mechanism).release(member)[0]) for member in members]
 
 
-@deployable(by=CohortSums, columns=Array(("d", 2), torch.int64))
+@deployable(by=CohortSums, prepares=True, columns=Array(("d", 2), torch.int64))
 def share_moments(members: Sequence[Member]) -> list[Reply]:
     """Each client shares the mean contribution of its records to the moments.
 

@@ -74,12 +74,14 @@ class Deployable:
         by: the kind of mechanism it answers by; None: it keeps everything to itself.
         inputs: what it takes: a tensor, or a plain value of this type.
         optional: which of them may be left out.
+        prepares: it is done on the records as they are, before these are standardised.
     """
 
     task: Task
     by: type | None
     inputs: Mapping[str, Array | type]
     optional: frozenset[str]
+    prepares: bool
 
     def check(self, given: Mapping[str, Plain], parameters: int) -> None:
         """Whether these inputs are what the task takes, all of them finite.
@@ -145,11 +147,13 @@ DEPLOYABLE: dict[str, Deployable] = {}  # by name, as far as modules are loaded
 T = TypeVar("T", bound=Task)
 
 
-def deployable(*, by: type | None = None, optional: tuple[str, ...] = (), **inputs: Array | type) -> Callable[[T], T]:
+def deployable(
+    *, by: type | None = None, optional: tuple[str, ...] = (), prepares: bool = False, **inputs: Array | type
+) -> Callable[[T], T]:
     """Say of a task what it takes, so that it may run on a client's own machine."""
 
     def register(task: T) -> T:
-        DEPLOYABLE[name_of(task)] = Deployable(task, by, inputs, frozenset(optional))
+        DEPLOYABLE[name_of(task)] = Deployable(task, by, inputs, frozenset(optional), prepares)
         return task
 
     return register

@@ -16,8 +16,10 @@ import torch
 from fairveil.data.federation import Records
 from fairveil.errors import UserError
 from fairveil.guard import Guard, Proposal
+from fairveil.privacy.choice import PrivateChoice
 from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, canonical
 from fairveil.privacy.moments import NoisyMoments
+from fairveil.privacy.release import digest_values
 from fairveil.privacy.training import NoisyTraining
 from fairveil.remote import Envelope
 
@@ -26,6 +28,9 @@ from .conftest import client_folder
 RUN = "a" * 32
 FEATURES, PARAMETERS = 3, 8  # of the records below, and of a logistic model for their two classes
 TRAINING = NoisyTraining(0.2, 4, 1.0, 1.0, 10.0)
+MOMENTS = NoisyMoments(((0, None), (1, None)), 3.0)
+CHOICE = PrivateChoice(0.5, "add-remove")
+SCALES = {"scales_mean": torch.tensor([0.0, 0.2]).double(), "scales_deviation": torch.tensor([0.3, 0.2]).double()}
 
 
 def data(folder: Path, **options: Any) -> dict[str, Any]:
@@ -65,14 +70,18 @@ class Server:
     def ask(
         self, task: str, mechanism: Mechanism | str | None, request: str = "round 1, ask 1", **given: Any
     ) -> Envelope:
-        """`shared_model` is the input shared.model, and so on."""
+        """`shared_model` is the input shared.model, and so on; scales come along where they should."""
         what = mechanism if isinstance(mechanism, str) else canonical(mechanism) if mechanism else ""
-        values = {name.replace("_", ".", 1): value for name, value in given.items()}
+        given = ({} if task == "release_moments" else SCALES) | given
+        values = {name.replace("_", ".", 1): value for name, value in given.items() if value is not None}
         return self.send("task", request=request, task=task, mechanism=what, **values)
 
     def train(self, request: str = "round 1, ask 1", mechanism: Mechanism | str = TRAINING, **given: Any) -> Envelope:
         inputs = {"shared_model": torch.zeros(PARAMETERS), "shared_learning_rate": 0.5}
         return self.ask("local_update", mechanism, request, **(inputs | given))
+
+    def finish(self, **given: Any) -> Envelope:
+        return self.send("finish", **{name.replace("_", "."): value for name, value in SCALES.items()}, **given)
 
     @property
     def refusals(self) -> list[str]:
@@ -129,26 +138,23 @@ def test_what_is_measured_does_not_show(server: Server) -> None:
     server.propose()
     overflowing = torch.zeros(PARAMETERS)
     overflowing[:FEATURES] = 3e38
-    scales = {"scales_mean": torch.zeros(2).double(), "scales_deviation": torch.full((2,), 0.1).double()}
     for split in ("test", "train"):
         request = f"round 1, ask {split}"
-        kept = server.ask("evaluate", None, request, shared_model=overflowing, shared_split=split, **scales)
+        kept = server.ask("evaluate", None, request, shared_model=overflowing, shared_split=split)
         assert kept == Envelope("kept")
     value = "SELECT value FROM diagnostic WHERE name = 'loss'"
     assert server.guard.database.execute(value).fetchall() == [(None,), (None,)]
-    given = {name.replace("_", ".", 1): value for name, value in scales.items()}
-    assert server.send("finish", model=overflowing, **given) == Envelope("finished")
+    assert server.finish(model=overflowing) == Envelope("finished")
 
 
 def test_whether_there_are_records_does_not_show(server: Server) -> None:
     """Without a model to score, a client with test records failed, and one without them did not."""
     server.propose()
-    scales = {"scales_mean": torch.zeros(2).double(), "scales_deviation": torch.ones(2).double()}
-    some = server.ask("evaluate", None, **scales)
+    some = server.ask("evaluate", None)
     none = Records(torch.zeros(0, FEATURES), torch.zeros(0, dtype=torch.int64))
     server.guard.data = replace(server.guard.data, test=none)
     server.guard._runs.clear()
-    assert server.ask("evaluate", None, "round 1, ask 2", **scales) == some
+    assert server.ask("evaluate", None, "round 1, ask 2") == some
 
 
 def test_a_refusal_can_always_be_written_down(server: Server) -> None:
@@ -177,4 +183,38 @@ def test_prices_for_two_relations_between_neighbours_are_not_added_up(server: Se
     policy = server.folder / "policy.toml"
     policy.write_text(policy.read_text() + 'adjacency = "replace"\n')
     with pytest.raises(UserError, match="adjacency"):
+        server.restart()
+
+
+def test_a_request_is_answered_on_one_form_of_the_records(server: Server) -> None:
+    """What had been asked without scales could be asked again with them, and with any.
+
+    The second answer, under the same noise, was refused if it was another, and so said whether it was.
+    """
+    server.propose((CHOICE, 3), (MOMENTS, 1))
+    models = torch.randn(3, PARAMETERS, generator=torch.Generator().manual_seed(0))
+    nothing = dict.fromkeys(SCALES)
+    is_refused(server.ask("choose_model", CHOICE, shared_models=models, **nothing), server, "scales are needed")
+    first = server.ask("choose_model", CHOICE, shared_models=models)
+    other = {"scales_mean": SCALES["scales_mean"] + 0.1}
+    for wrong, why in (
+        (nothing, "needed"), (other, "other scales"), ({"scales_mean": None}, "needed"),
+        ({"scales_more": 1}, "needed"), ({"scales_mean": torch.zeros(3).double()}, "shape"),
+        ({"scales_deviation": torch.ones(2)}, "type"), ({"scales_deviation": torch.zeros(2).double()}, "positive"),
+        ({"scales_mean": torch.tensor([0.0, np.nan]).double()}, "NaN"),
+    ):  # fmt: skip
+        is_refused(server.ask("choose_model", CHOICE, shared_models=models, **wrong), server, why)
+    server.restart()
+    is_refused(server.ask("choose_model", CHOICE, shared_models=models, **other), server, "other scales")
+    assert first.kind == "release" and server.ask("choose_model", CHOICE, shared_models=models) == first
+
+
+def test_statistics_are_those_of_the_records_as_they_are(server: Server) -> None:
+    """A server that has gone back to its last checkpoint asks for them once more, when the scales are long known."""
+    server.propose((MOMENTS, 1), (TRAINING, 1))
+    first = server.ask("release_moments", MOMENTS, "preparation, ask 1")
+    server.train()
+    for _ in range(2):
+        again = server.ask("release_moments", MOMENTS, "preparation, ask 1")
+        assert first.kind == again.kind == "release" and digest_values(again.values) == digest_values(first.values)
         server.restart()
