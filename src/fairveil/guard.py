@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from pydantic import Field
 from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 import fairveil.algorithms  # noqa: F401 (for the tasks)
@@ -75,6 +75,9 @@ CREATE TABLE IF NOT EXISTS run (
     adjacency TEXT NOT NULL, epsilon REAL NOT NULL, delta REAL NOT NULL, scales BLOB, state TEXT NOT NULL,
     since TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS refusal (since TEXT NOT NULL, run TEXT NOT NULL, request TEXT NOT NULL, why TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS asked (
+    run INTEGER NOT NULL, request TEXT NOT NULL, digest BLOB NOT NULL, version INTEGER NOT NULL,
+    PRIMARY KEY (run, request)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS diagnostic (
     run INTEGER NOT NULL, request TEXT NOT NULL, task TEXT NOT NULL, name TEXT NOT NULL, value REAL,  -- NULL: NaN
     PRIMARY KEY (run, request, task, name)) WITHOUT ROWID;
@@ -306,14 +309,21 @@ class Guard:
         if shared.keys() & each.keys():
             raise Refused(f"inputs {sorted(shared.keys() & each.keys())} are given twice")
         deployable.check(shared | each, run.bench.model.parameters)
-        personal, place = self._personal(run, request)
         before = job_digest(deployable.task, shared)
+        asked_for = digest_values(each, before=mechanism_digest(mechanism, before))
+        personal, version = self._personal(run, request, asked_for)
         digest = digest_values(each, personal, before=mechanism_digest(mechanism, before))
         self._payable(run, request, mechanism, digest)
         bench = run.bench if deployable.prepares else self._scaled(run, asked)
         call = Call(run.proposal.client, each, mechanism, personal, digest)
         ((_, reply),) = next(bench.perform(Job(deployable.task, request, shared, [call], before)))
-        answer = self._released(run, request, call, reply, asked.text("task"), place)
+        answer = _answer(call, reply)
+        # in this order: whatever is cut off, the same request finds what it found before
+        self._noted(run, request, asked.text("task"), reply.diagnostics, (asked_for, version))
+        if reply.keep is not None:
+            self._keep(run, version + 1, request, reply.keep)
+        if mechanism is not None:
+            self.ledger.post([Entry(run.id, request, mechanism, digest, digest_values(answer.values))])
         self._last = whole, answer
         return answer
 
@@ -324,7 +334,7 @@ class Guard:
         given: dict[str, Plain] = {} if model is None else {"model": model}
         DEPLOYABLE["evaluate"].check(given, run.bench.model.parameters)
         bench = self._scaled(run, asked)
-        personal, _ = self._personal(run, "the end")
+        personal, _ = self._personal(run)
         weights = given.get("model", personal.get("model"))
         if isinstance(weights, Tensor):
             call = Call(run.proposal.client, given, None, personal)
@@ -409,30 +419,20 @@ class Guard:
 
     # ---- what is done ------------------------------------------------------------------------------
 
-    def _released(
-        self, run: _Run, request: str, call: Call, reply: Reply, task: str, place: Path
-    ) -> Envelope:  # fmt: skip
-        """Write down what is about to leave, then let it."""
-        out = reply.out
-        if isinstance(out, Kept) and call.mechanism is None:
-            answer = Envelope("kept")
-        elif isinstance(out, Release | Share) and out.mechanism == call.mechanism:
-            answer = Envelope("release" if isinstance(out, Release) else "share", dict(out.value))
-        else:
-            raise RuntimeError(f"{task} answered with {type(out).__name__}")
-        if reply.keep is not None:
-            self._keep(place, request, reply.keep)
-        self._noted(run, request, task, reply.diagnostics)
-        if call.mechanism is not None:
-            entry = Entry(run.id, request, call.mechanism, call.digest, digest_values(answer.values))
-            self.ledger.post([entry])
-        return answer
+    def _noted(
+        self, run: _Run, request: str, task: str, diagnostics: Mapping[str, float],
+        asked: tuple[bytes, int] | None = None,
+    ) -> None:  # fmt: skip
+        """Write down what was measured, NaN included: whether that could be done must not show in the answer.
 
-    def _noted(self, run: _Run, request: str, task: str, diagnostics: Mapping[str, float]) -> None:
-        """Write down what was measured, NaN included: whether that could be done must not show in the answer."""
+        Args:
+            asked: digest of what was asked, and the version of the personal state before it.
+        """
         with self.database:
             rows = [(run.id, request, task, name, float(value)) for name, value in diagnostics.items()]
             self.database.executemany("INSERT OR REPLACE INTO diagnostic VALUES (?, ?, ?, ?, ?)", rows)
+            if asked:
+                self.database.execute("INSERT OR IGNORE INTO asked VALUES (?, ?, ?, ?)", (run.id, request, *asked))
 
     def _run(self, name: str) -> _Run:
         """A run that was accepted, made ready when it is first asked for."""
@@ -521,36 +521,45 @@ class Guard:
 
     # ---- personal state ----------------------------------------------------------------------------
 
-    def _personal(self, run: _Run, request: str) -> tuple[dict[str, Tensor], Path]:
-        """The personal state before a request, and the file for the one after it.
+    def _personal(self, run: _Run, request: str = "", asked: bytes = b"") -> tuple[dict[str, Tensor], int]:
+        """The personal state, and the number of its version (0: there is none yet): the newest one.
 
-        Every version is tagged with the request that made it. One that is asked again, since the server has gone back
-        to its last checkpoint, finds the version from which it started the first time.
+        A request that is asked again, since the server has gone back to its last checkpoint, finds the version from
+        which it started the first time. With other inputs it is refused, also where nothing was released: what was
+        kept then has been used since, and would come out different, or not, which would show.
         """
-        folder = self.folder / "personal" / str(run.id)
-        before: dict[str, Tensor] = {}
-        number = 0
-        for number, path in enumerate(sorted(folder.glob("*.safetensors")), 1):
-            with safe_open(path, framework="pt") as file:
-                if file.metadata()["request"] == request:
-                    return before, path
-                before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            number = int(path.stem)
-        return before, folder / f"{number + 1:09d}.safetensors"
+        query = "SELECT digest, version FROM asked WHERE run = ? AND request = ?"
+        before = self.database.execute(query, (run.id, request)).fetchone()
+        if before is not None and before[0] != asked:
+            raise Refused(
+                f"{request} was answered before with other inputs; two answers under one noise would give it away"
+            )
+        versions = {int(path.stem): path for path in self._versions(run)}
+        number = before[1] if before else max(versions, default=0)
+        if number and number not in versions:
+            raise Refused(f"{request} was answered long ago: the personal state from before it is gone")
+        return load_file(versions[number]) if number else {}, number
 
-    def _keep(self, path: Path, request: str, state: Mapping[str, Tensor]) -> None:
+    def _keep(self, run: _Run, number: int, request: str, state: Mapping[str, Tensor]) -> None:
         """Write a version, readable by its owner alone; those of the last two rounds stay, older ones go."""
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = self.folder / "personal" / str(run.id)
+        for each in (folder.parent, folder):
+            each.mkdir(exist_ok=True, mode=0o700)
+        path = folder / f"{number:09d}.safetensors"
+        if path.exists() and _request(path) != request:
+            raise Refused("another request has changed the personal state since")
         tensors = {name: value.clone().contiguous() for name, value in state.items()}
         write_whole(path, save(tensors, {"request": request}), mode=0o600)
         rounds: list[str] = []
-        for old in sorted(path.parent.glob("*.safetensors"), reverse=True):
-            with safe_open(old, framework="pt") as file:
-                of = file.metadata()["request"].partition(",")[0]
+        for old in reversed(self._versions(run)):
+            of = _request(old).partition(",")[0]
             if len(rounds) == 3:  # one more than two: the state before the older of them
                 old.unlink()
             elif of not in rounds:
                 rounds.append(of)
+
+    def _versions(self, run: _Run) -> list[Path]:
+        return sorted((self.folder / "personal" / str(run.id)).glob("*.safetensors"))
 
     def _save_model(self, run: _Run, weights: Tensor) -> None:
         """The model that serves this client, under its module's own names, with what is needed to use it."""
@@ -633,6 +642,24 @@ def status(folder: Path) -> dict[str, Any]:
         keys = ("since", "run", "request", "why")
         found["refusals"] = [dict(zip(keys, row, strict=True)) for row in database.execute(refusals)]
     return found
+
+
+def _answer(call: Call, reply: Reply) -> Envelope:
+    """What leaves of a reply, if it is what was asked for."""
+    out = reply.out
+    if isinstance(out, Kept) and call.mechanism is None:
+        return Envelope("kept")
+    if isinstance(out, Release) and out.mechanism == call.mechanism and digest_values(out.value) == out.digest:
+        return Envelope("release", dict(out.value))
+    if isinstance(out, Share) and out.mechanism == call.mechanism:
+        return Envelope("share", dict(out.value))
+    raise RuntimeError(f"{type(out).__name__} is no answer by {call.mechanism}, or not as it was released")
+
+
+def _request(path: Path) -> str:
+    """By which a version of the personal state was made."""
+    with safe_open(path, framework="pt") as file:
+        return str(file.metadata()["request"])
 
 
 def _numbers(mechanism: Any) -> Iterator[tuple[str, float]]:

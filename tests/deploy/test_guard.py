@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 import pytest
+import tomli_w
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
 from fairveil.data.federation import Records
 from fairveil.errors import UserError
-from fairveil.guard import Guard, Proposal
+from fairveil.guard import Guard, Proposal, status
+from fairveil.privacy.accounting import price
 from fairveil.privacy.choice import PrivateChoice
+from fairveil.privacy.ledger import Ledger
 from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, canonical
 from fairveil.privacy.moments import NoisyMoments
-from fairveil.privacy.release import digest_values
+from fairveil.privacy.release import Kept, Reply, digest_values
 from fairveil.privacy.training import NoisyTraining
-from fairveil.remote import Envelope
+from fairveil.remote import Array, Envelope, deployable, name_of
+from fairveil.session import Member
+from fairveil.tasks import local_update
 
-from .conftest import client_folder
+from .conftest import POLICY, client_folder
 
 RUN = "a" * 32
 FEATURES, PARAMETERS = 3, 8  # of the records below, and of a logistic model for their two classes
@@ -59,6 +73,16 @@ class Server:
         self.guard.close()
         self.guard = Guard(self.folder)
 
+    def allow(self, **policy: Any) -> None:
+        """Change the policy, which the guard reads when it starts."""
+        (self.folder / "policy.toml").write_text(tomli_w.dumps(POLICY | policy))
+        self.restart()
+
+    def of(self, run: str) -> Server:
+        """The same, in another run."""
+        self.run = run
+        return self
+
     def send(self, kind: str, **values: Any) -> Envelope:
         return self.guard.answer(Envelope(kind, {"run": self.run} | values))
 
@@ -84,6 +108,10 @@ class Server:
         return self.send("finish", **{name.replace("_", "."): value for name, value in SCALES.items()}, **given)
 
     @property
+    def spent(self) -> list[Any]:
+        return self.guard.ledger.entries()
+
+    @property
     def refusals(self) -> list[str]:
         return [why for (why,) in self.guard.database.execute("SELECT why FROM refusal")]
 
@@ -95,6 +123,16 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server.guard.close()
 
 
+def changed(mechanism: Mechanism, **fields: Any) -> str:
+    """The canonical form with other fields."""
+    return json.dumps(json.loads(canonical(mechanism)) | fields, sort_keys=True)
+
+
+def same(one: Envelope, other: Envelope) -> bool:
+    """Bit for bit."""
+    return one.kind == other.kind and digest_values(one.values) == digest_values(other.values)
+
+
 def is_refused(answer: Envelope, server: Server, why: str) -> None:
     """It says why and nothing else, and the client has it in writing."""
     assert answer.kind == "refused", answer
@@ -102,12 +140,482 @@ def is_refused(answer: Envelope, server: Server, why: str) -> None:
     assert server.refusals[-1] == answer.values["why"]
 
 
+# ---- proposals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "why"),
+    [
+        (replace(TRAINING, noise_multiplier=0.0), "noise multiplier of 0"),
+        (replace(TRAINING, noise_multiplier=0.049), "noise multiplier of 0.049"),
+        (replace(TRAINING, clip_norm=1e9), "clip_norm of 1e+09"),
+        (replace(TRAINING, sample_rate=1.0, steps=10**6), "allows 20"),
+        (replace(TRAINING, steps=10**18), "allows 20"),
+        (NoisyMoments(((0, None),), 0.0), "noise multiplier of 0"),
+        (PrivateChoice(math.inf, "add-remove"), "allows 20"),
+        (PrivateChoice(1.0, "replace"), "neighbours"),
+        (PrivateChoice(50.0, "add-remove"), "allows 20"),
+        (CohortSums((Part("update", (PARAMETERS,), 1.0, 1.0),), 1.0), "does not go with privacy of each record"),
+        (changed(TRAINING, noise_multiplier="nan"), "not known"),
+        (changed(TRAINING, noise_multiplier="inf"), "not known"),
+        (changed(TRAINING, clip_norm="-0x1.0000000000000p+0"), "not known"),
+        (changed(TRAINING, sample_rate="0x1.0000000000000p+1"), "not known"),
+        (changed(TRAINING, steps=-1), "not known"),
+        (changed(TRAINING, type="os.system"), "not known"),
+        ("{}", "not known"),
+    ],
+)  # fmt: skip
+def test_mechanisms_outside_the_policy_are_refused(server: Server, mechanism: Mechanism | str, why: str) -> None:
+    is_refused(server.propose((mechanism, 1)), server, why)
+    assert server.spent == []
+    is_refused(server.train(mechanism=mechanism), server, "never accepted")
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"delta": 0.5}, "delta"),
+        ({"delta": 0.0}, "make no sense"),
+        ({"delta": math.nan}, "make no sense"),
+        ({"client": -1}, "make no sense"),
+        ({"unit": "everything"}, "make no sense"),
+        ({"model": "os:system"}, "not known here"),
+        ({"model": "fairveil.guard:Guard"}, "not known here"),
+        ({"model": "mlp", "options": {"hidden": 10**9}}, "parameters does not fit"),
+        ({"model": "cnn"}, "cannot be built"),
+        ({"options": {"hidden": 3}}, "cannot be built"),
+    ],
+)
+def test_proposals_that_make_no_sense_are_refused(server: Server, other: dict[str, Any], why: str) -> None:
+    is_refused(server.propose((TRAINING, 1), **other), server, why)
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{}", "7", "[" * 10**5, '{"client": 0}', '{"releases": [[1]]}'])
+def test_what_is_no_proposal_is_refused(server: Server, text: str) -> None:
+    is_refused(server.send("propose", proposal=text), server, "not a proposal")
+
+
+@pytest.mark.parametrize("count", [0, -1, 10**9])
+def test_releases_are_counted_in_plain_numbers(server: Server, count: int) -> None:
+    is_refused(server.propose((TRAINING, count)), server, "make no sense")
+    is_refused(server.propose((TRAINING, 1), (TRAINING, 1)), server, "make no sense")
+
+
+def test_a_proposal_does_not_change(server: Server) -> None:
+    accepted = server.propose((TRAINING, 1))
+    assert accepted.kind == "accepted" and server.propose((TRAINING, 1)) == accepted
+    for other in ({"releases": 2}, {"delta": 2e-3}, {"model": "svm"}, {"client": 1}):
+        is_refused(server.propose((TRAINING, other.pop("releases", 1)), **other), server, "another proposal")
+    assert server.propose((TRAINING, 1)) == accepted
+    server.restart()
+    assert server.propose((TRAINING, 1)) == accepted
+
+
+def test_the_price_is_the_clients_own(server: Server) -> None:
+    """Whatever the server says: that of all releases together, under the policy's adjacency."""
+    accepted = server.propose((TRAINING, 10), (CHOICE, 1))
+    events = {TRAINING.event: 10, CHOICE.event: 1}
+    assert accepted.values == {"epsilon": price(events, 1e-3).epsilon, "delta": 1e-3}
+
+
+# ---- requests --------------------------------------------------------------------------------------
+
+
+def test_the_same_request_gets_the_same_answer_and_costs_nothing(server: Server) -> None:
+    """Bit for bit, at once, after others, and after the guard was started anew."""
+    server.propose((TRAINING, 2))
+    first = server.train()
+    spent = server.spent
+    assert first.kind == "release" and len(spent) == 1
+    assert same(server.train(), first)
+    second = server.train("round 2, ask 1")
+    assert not torch.equal(second.values["update"], first.values["update"])  # type: ignore[arg-type]
+    assert same(server.train(), first)
+    server.restart()
+    assert same(server.train(), first) and same(server.train("round 2, ask 1"), second)
+    assert server.spent[:1] == spent and len(server.spent) == 2 and server.refusals == []
+
+
+def test_the_same_request_with_other_inputs_is_refused(server: Server) -> None:
+    server.propose((TRAINING, 3), (replace(TRAINING, steps=1), 1), (CHOICE, 1))
+    first = server.train()
+    for other in (
+        {"shared_model": torch.full((PARAMETERS,), 1e-45)}, {"shared_learning_rate": 0.25},
+        {"shared_model": None, "each_model": torch.zeros(PARAMETERS)},  # the same, but given in another way
+        {"shared_model": -torch.zeros(PARAMETERS)}, {"mechanism": replace(TRAINING, steps=1)},
+        {"shared_centre": torch.zeros(PARAMETERS), "shared_pull": 0.0},
+    ):  # fmt: skip
+        is_refused(server.train(**other), server, "other inputs")
+    models = torch.zeros(2, PARAMETERS)
+    is_refused(server.ask("choose_model", CHOICE, shared_models=models), server, "other inputs")
+    assert len(server.spent) == 1 and same(server.train(), first)
+
+
+def test_no_more_than_was_accepted_is_released(server: Server) -> None:
+    server.propose((TRAINING, 2))
+    answers = [server.train(f"round {number}, ask 1") for number in range(1, 4)]
+    assert [answer.kind for answer in answers] == ["release", "release", "refused"]
+    is_refused(server.train("round  1, ask 1"), server, "all that was accepted")  # another name, not the same request
+    is_refused(server.train("round 4, ask 1", replace(TRAINING, noise_multiplier=0.5)), server, "not in the proposal")
+    assert len(server.spent) == 2
+
+
+def test_the_budget_is_for_all_runs_together(server: Server) -> None:
+    """Epsilons and deltas add up from the first release on; a run that was accepted and never begun costs nothing."""
+    server.allow(epsilon=2.5 * price({TRAINING.event: 1}, 1e-3).epsilon)
+    runs = [letter * 32 for letter in "abcde"]
+    accepted = [server.of(run).propose((TRAINING, 1)).kind for run in runs]
+    assert accepted == ["accepted"] * 5  # nothing was released yet, so each of them could be begun
+    assert [server.of(run).train().kind for run in runs[:3]] == ["release", "release", "refused"]
+    is_refused(server.of(runs[4]).train(), server, "the policy allows")
+    is_refused(server.of("f" * 32).propose((TRAINING, 1)), server, "the policy allows")
+    server.restart()
+    is_refused(server.of(runs[4]).train(), server, "the policy allows")
+    assert server.of(runs[0]).train().kind == "release" and len(server.spent) == 2  # the same as before
+    assert server.of("f" * 32).propose().kind == "accepted"
+
+
+def test_deltas_add_up_as_well(server: Server) -> None:
+    server.allow(delta=2.5e-3)
+    kinds = []
+    for run in "abc":
+        server.of(run * 32).propose((TRAINING, 1))
+        kinds.append(server.train().kind)
+    assert kinds == ["release", "release", "refused"] and "delta 0.001 more" in server.refusals[-2]
+
+
+def test_noise_is_never_shared(server: Server) -> None:
+    """Not by runs, requests, inputs, or records: all that a server can vary gives noise of its own."""
+    releases = (TRAINING, 3), (MOMENTS, 2)
+    for run in "ab":
+        server.of(run * 32).propose(*releases)
+    found = [server.train(), server.train("round 1, ask 2"), server.train("round 1, ask 3", shared_learning_rate=-0.5)]
+    found.append(server.of("a" * 32).train())
+    updates = torch.stack([cast(Tensor, answer.values["update"]) for answer in found])
+    assert len({tuple(row) for row in updates.abs().tolist()}) == 4
+    names = "round 1, ask 9", "round 1, ask  9"
+    one, other = (server.ask("release_moments", MOMENTS, name).values["moments"] for name in names)
+    assert not torch.equal(one, other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"shared_model": torch.zeros(PARAMETERS + 1)}, "wrong shape"),
+        ({"shared_model": torch.zeros(1, PARAMETERS)}, "wrong shape"),
+        ({"shared_model": torch.zeros(0)}, "wrong shape"),
+        ({"shared_model": torch.tensor(0.0)}, "wrong shape"),
+        ({"shared_model": torch.zeros(PARAMETERS).double()}, "wrong type"),
+        ({"shared_model": torch.tensor([math.nan] + [0.0] * 7)}, "NaN"),
+        ({"shared_model": torch.tensor([math.inf] + [0.0] * 7)}, "NaN or an infinite"),
+        ({"shared_learning_rate": math.nan}, "NaN"),
+        ({"shared_learning_rate": -math.inf}, "NaN or an infinite"),
+        ({"shared_learning_rate": 1}, "must be a float"),
+        ({"shared_learning_rate": torch.tensor(1.0)}, "must be a float"),
+        ({"shared_model": "zeros"}, "wrong shape"),
+        ({"shared_model": None}, "it takes the inputs"),
+        ({"shared_more": 1.0}, "it takes the inputs"),
+        ({"shared_": 1.0}, "it takes the inputs"),
+        ({"each_model": torch.zeros(PARAMETERS)}, "given twice"),
+        ({"shared_pull_inside": 1}, "must be a bool"),
+    ],
+)
+def test_inputs_are_what_the_task_takes(server: Server, given: dict[str, Any], why: str) -> None:
+    server.propose((TRAINING, 1))
+    is_refused(server.train(**given), server, why)
+    assert server.spent == [] and server.train().kind == "release"
+
+
+@pytest.mark.parametrize("task", ["", "confuse", "os.system", "bounded_update", "train", "fairveil.tasks:evaluate"])
+def test_only_tasks_on_the_list_run(server: Server, task: str) -> None:
+    server.allow(tasks=["local_update", "confuse", "evaluate"])  # the second may not travel at all
+    server.propose((TRAINING, 1))
+    is_refused(server.ask(task, TRAINING, shared_model=torch.zeros(PARAMETERS)), server, "not on the policy's list")
+
+
+def test_a_task_answers_by_its_own_kind_of_mechanism(server: Server) -> None:
+    server.propose((TRAINING, 1), (MOMENTS, 1))
+    is_refused(server.train(mechanism=MOMENTS), server, "does not answer by column statistics")
+    is_refused(server.train(mechanism=""), server, "none was given")
+    is_refused(server.ask("evaluate", MOMENTS), server, "does not answer by")
+    is_refused(server.train(mechanism="{}"), server, "not in the proposal")
+    assert server.spent == []
+
+
+def test_diagnostics_do_not_leave(server: Server) -> None:
+    server.propose((TRAINING, 1), (CHOICE, 1))
+    model = torch.zeros(PARAMETERS)
+    assert server.ask("evaluate", None, "round 1, ask 1", shared_model=model) == Envelope("kept")
+    assert set(server.train("round 1, ask 2").values) == {"update"}
+    chosen = server.ask("choose_model", CHOICE, "round 1, ask 3", shared_models=torch.zeros(2, PARAMETERS))
+    assert set(chosen.values) == {"choice"}
+    measured = {name for (name,) in server.guard.database.execute("SELECT name FROM diagnostic")}
+    assert {"accuracy", "clipped", "score_gap"} <= measured  # for the owner
+    for kind in ("diagnostics", "status", "ledger", "Task", ""):
+        is_refused(server.send(kind, request="round 1, ask 1"), server, "nothing that can be asked")
+
+
+def test_a_message_that_is_too_large_is_refused(server: Server) -> None:
+    server.allow(largest_message=10_000)
+    server.propose((TRAINING, 1))
+    is_refused(server.train(shared_model=torch.zeros(5000)), server, "larger than 10,000")
+    is_refused(server.train(shared_model="x" * 20_000), server, "larger than 10,000")
+    assert server.train().kind == "release"
+
+
+@pytest.mark.parametrize("run", ["", "b" * 32, "a" * 31, "A" * 32, "../" + "a" * 29, "a" * 33, 7])
+def test_a_run_that_was_never_accepted_is_refused(server: Server, run: Any) -> None:
+    server.propose((TRAINING, 1))
+    server.run = run
+    assert server.train().kind == server.finish().kind == "refused" and server.spent == []
+
+
+@pytest.mark.parametrize("request_", ["a\x1fb", "a\n", "x" * 101, "round/1", 3])
+def test_requests_have_plain_names(server: Server, request_: Any) -> None:
+    """They are part of what the noise is derived from."""
+    server.propose((TRAINING, 1))
+    assert server.train(request_).kind == "refused" and server.spent == []
+
+
+def test_changed_records_end_what_was_accepted(server: Server) -> None:
+    """Two answers to one request, on two states of the records; and the budget goes on."""
+    server.allow(epsilon=1.5 * price({TRAINING.event: 1}, 1e-3).epsilon)
+    server.propose((TRAINING, 1))
+    server.train()
+    table = pd.read_csv(server.folder.parent / "t.csv")
+    table.iloc[1:].to_csv(server.folder.parent / "t.csv", index=False)
+    server.restart()
+    is_refused(server.train(), server, "records have changed")
+    is_refused(server.of("b" * 32).propose((TRAINING, 1)), server, "the policy allows")
+
+
+def test_a_stricter_policy_holds_at_once(server: Server) -> None:
+    server.propose((TRAINING, 2))
+    server.train()
+    for policy, why in (
+        ({"smallest_noise": 2.0}, "noise multiplier"), ({"largest_clip": 0.5}, "clip_norm"),
+        ({"epsilon": 0.1}, "allows 0.1"), ({"delta": 1e-5}, "allows 1e-05"), ({"tasks": ["evaluate"]}, "list"),
+    ):  # fmt: skip
+        server.allow(**policy)
+        is_refused(server.train("round 2, ask 1"), server, why)
+    server.allow()
+    assert server.train("round 2, ask 1").kind == "release"
+
+
+def test_contributions_without_noise_need_trust(server: Server) -> None:
+    sums = CohortSums((Part("update", (PARAMETERS,), 0.5, 1.0),), 1.0)
+    inputs = {"shared_model": torch.zeros(PARAMETERS), "shared_learning_rate": 100.0}
+    inputs |= {"shared_local_epochs": 2, "shared_batch_size": 10}
+    assert server.propose((sums, 1), unit="client").kind == "accepted"
+    share = server.ask("bounded_update", sums, **inputs)
+    assert share.kind == "share" and 0.4 < torch.linalg.vector_norm(cast(Tensor, share.values["update"])) <= 0.5
+    is_refused(server.ask("bounded_update", sums, "round 2, ask 1", **inputs), server, "all that was accepted")
+    is_refused(server.of("b" * 32).propose((TRAINING, 1), unit="client"), server, "does not go with")
+    server.allow(trust="nobody")
+    is_refused(server.of(RUN).ask("bounded_update", sums, **inputs), server, "trusts nobody")
+    is_refused(server.of("c" * 32).propose((sums, 1), unit="client"), server, "trusts nobody")
+
+
+ODD = st.sampled_from(["", "a" * 32, "round 1, ask 1", "local_update", "{}", 0, -1, 1.5, math.nan, True])
+KEYS = st.sampled_from(["run", "request", "task", "mechanism", "proposal", "model", "shared.model", "scales.mean"])
+TENSORS = st.sampled_from([torch.zeros(0), torch.zeros(PARAMETERS), torch.full((2,), math.nan).double()])
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from(["describe", "propose", "task", "finish", "?"]),
+    values=st.dictionaries(KEYS | st.text(max_size=5), ODD | TENSORS | st.text(max_size=9), max_size=6),
+)
+def test_whatever_comes_is_answered(server: Server, kind: str, values: dict[str, Any]) -> None:
+    answer = server.guard.answer(Envelope(kind, values))
+    assert answer.kind in ("refused", "description" if kind == "describe" else "failed") and server.spent == []
+
+
+# ---- what is written down, and when ----------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process is gone."""
+
+
+def test_the_entry_is_on_disk_before_the_answer_leaves(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash right after it: the answer never left, and when it is asked for again it costs nothing more."""
+    server.propose((TRAINING, 1))
+    post = Ledger.post
+
+    def crash(ledger: Ledger, entries: Any) -> None:
+        post(ledger, entries)
+        raise Crash
+
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(Ledger, "post", crash)
+        server.train()
+    with closing(sqlite3.connect(server.folder / "ledger.sqlite")) as other:
+        assert other.execute("SELECT COUNT(*) FROM ledger").fetchone() == (1,)
+    server.restart()
+    answer = server.train()
+    digest = server.guard.ledger.entries()[0][4]
+    assert answer.kind == "release" and digest_values(answer.values) == digest and len(server.spent) == 1
+
+
+def test_what_cannot_be_written_down_does_not_leave(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.propose((TRAINING, 1))
+
+    def full(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full: 58.1 years")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "post", full)
+        answer = server.train()
+    assert answer == Envelope("failed", {"why": "the client could not do it; its log says why"})
+    assert server.spent == [] and server.train().kind == "release"
+
+
+def test_status_says_what_was_spent(server: Server) -> None:
+    assert status(server.folder)["spent"] == {}
+    accepted = server.propose((TRAINING, 2))
+    assert status(server.folder)["spent"] == {}  # accepted, not begun
+    server.train()
+    server.of("b" * 32).propose((CHOICE, 1))
+    server.train("round 9, ask 1")
+    said = status(server.folder)
+    assert said["spent"] == {"record": dict(accepted.values)}
+    assert [(run["released"], run["accepted"], run["state"]) for run in said["runs"]] == [
+        (1, 2, "open"),
+        (0, 1, "open"),
+    ]
+    (refusal,) = said["refusals"]
+    assert (refusal["run"], refusal["request"]) == ("b" * 32, "round 9, ask 1") and "not in the" in refusal["why"]
+
+
+def test_what_a_client_says_of_itself(server: Server) -> None:
+    """Its size rounded: 64 training records are between 61 and 68, of 24 steps a decade."""
+    said = server.send("describe").values
+    assert (said["name"], said["classes"], said["features"]) == ("north", 2, "[3]")
+    assert len(server.guard.data.train) == 64 and said["size"] == math.floor(10 ** (43 / 24)) == 61
+
+
+# ---- personal state --------------------------------------------------------------------------------
+
+
+@deployable(rate=float)
+def learn(members: Sequence[Member]) -> list[Reply]:
+    """One plain step of the personal model; nothing leaves."""
+    replies = []
+    for member in members:
+        weights = member.personal.get("model", torch.zeros(member.model.parameters))
+        step = member.model.gradient(weights, member.data.train.x, member.data.train.y)
+        replies.append(Reply(Kept(), keep={"model": weights - cast(float, member.inputs["rate"]) * step}))
+    return replies
+
+
+@deployable(by=NoisyTraining, model=Array(("p",)), learning_rate=float)
+def learn_and_tell(members: Sequence[Member]) -> list[Reply]:
+    """A release, and a personal state that has changed as well."""
+    told, kept = local_update(members), [reply.keep for reply in learn([_with_rate(member) for member in members])]
+    return [replace(reply, keep=keep) for reply, keep in zip(told, kept, strict=True)]
+
+
+def _with_rate(member: Member) -> Any:
+    return SimpleNamespace(model=member.model, data=member.data, personal=member.personal, inputs={"rate": 0.1})
+
+
+@pytest.fixture
+def personal(server: Server) -> Server:
+    server.allow(tasks=["local_update", "evaluate", name_of(learn), name_of(learn_and_tell)])
+    server.propose((TRAINING, 20))
+    return server
+
+
+def one_round(server: Server, number: int) -> list[Envelope]:
+    """Two asks that keep something, and one between them that does not."""
+    inputs = {"shared_model": torch.zeros(PARAMETERS), "shared_learning_rate": 0.5}
+    return [
+        server.ask(name_of(learn), None, f"round {number}, ask 1", shared_rate=0.5),
+        server.train(f"round {number}, ask 2"),
+        server.ask(name_of(learn_and_tell), TRAINING, f"round {number}, ask 3", **inputs),
+    ]
+
+
+def versions(server: Server) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (server.folder / "personal" / "1").iterdir()}
+
+
+def test_a_round_that_is_asked_again_finds_the_state_it_found_before(personal: Server) -> None:
+    first = one_round(personal, 1)
+    assert [answer.kind for answer in first] == ["kept", "release", "release"]
+    second, spent, kept = one_round(personal, 2), personal.spent, versions(personal)
+    for restart in (False, True):
+        if restart:
+            personal.restart()
+        again = one_round(personal, 2)
+        assert all(same(*pair) for pair in zip(second, again, strict=True)) and personal.refusals == []
+        assert personal.spent == spent and versions(personal) == kept
+    assert all(same(*pair) for pair in zip(first, one_round(personal, 1), strict=True))  # the round before, too
+
+
+def test_a_crash_between_state_and_ledger_changes_nothing(personal: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_round(personal, 1)
+
+    def crash(*_: Any, **__: Any) -> None:
+        raise Crash
+
+    for place in ("fairveil.guard.write_whole", "fairveil.privacy.ledger.Ledger.post"):
+        with monkeypatch.context() as patch, pytest.raises(Crash):
+            patch.setattr(place, crash)
+            one_round(personal, 2)
+        personal.restart()
+    interrupted = one_round(personal, 2)
+    kept = versions(personal)
+    assert [answer.kind for answer in interrupted] == ["kept", "release", "release"]
+    again = one_round(personal, 2)
+    assert all(same(*pair) for pair in zip(interrupted, again, strict=True)) and versions(personal) == kept
+
+
+def test_versions_are_tagged_and_for_their_owner_alone(personal: Server) -> None:
+    for number in range(1, 6):
+        one_round(personal, number)
+    folder = personal.folder / "personal" / "1"
+    tags = []
+    for path in sorted(folder.iterdir()):
+        assert path.stat().st_mode & 0o777 == 0o600
+        with safe_open(path, "pt") as file:
+            tags.append(file.metadata()["request"])
+    rounds = [f"round {number}, ask {ask}" for number in (4, 5) for ask in (1, 3)]
+    assert tags == ["round 3, ask 3", *rounds]  # the last two rounds, and what the first of them began with
+    assert [f.stat().st_mode & 0o777 for f in (folder, folder.parent)] == [0o700, 0o700]
+    assert (personal.folder / "ledger.sqlite").stat().st_mode & 0o777 == 0o600
+    is_refused(personal.train("round 1, ask 2"), personal, "long ago")
+
+
+def test_what_was_kept_is_not_made_anew_with_other_inputs(personal: Server) -> None:
+    """A release that was asked for again told whether the state had changed: of the records, and for nothing."""
+    first = one_round(personal, 1)
+    again = personal.ask(name_of(learn), None, "round 1, ask 1", shared_rate=0.25)
+    is_refused(again, personal, "other inputs")
+    assert all(same(*pair) for pair in zip(first, one_round(personal, 1), strict=True))
+
+
+def test_the_end_leaves_the_model_with_the_client(personal: Server) -> None:
+    one_round(personal, 1)
+    assert personal.finish() == Envelope("finished")
+    (path,) = (personal.folder / "models").iterdir()
+    assert path.name == f"0001-{RUN}.safetensors" and path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    state = load_file(personal.folder / "personal" / "1" / "000000002.safetensors")["model"]
+    assert torch.equal(torch.cat([value.flatten() for value in load_file(path).values()]).sort()[0], state.sort()[0])
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["fairveil"])
+    assert about["standardise"]["mean"] == SCALES["scales_mean"].tolist() and about["model"] == "logistic"
+    (run,) = status(personal.folder)["runs"]
+    assert run["state"] == "finished" and 0 <= run["own_test"]["accuracy"] <= 1 and run["own_test"]["n"] == 16
+    assert personal.finish(model=torch.ones(PARAMETERS)) == Envelope("finished")  # the server's, where it has one
+    assert torch.equal(torch.cat([value.flatten() for value in load_file(path).values()]), torch.ones(PARAMETERS))
+    for wrong in (torch.zeros(3), torch.full((PARAMETERS,), math.nan), "x"):
+        assert personal.finish(model=wrong).kind == "refused"
+
+
 # ---- attacks that once succeeded -------------------------------------------------------------------
-
-
-def changed(mechanism: Mechanism, **fields: Any) -> str:
-    """The canonical form with other fields."""
-    return json.dumps(json.loads(canonical(mechanism)) | fields, sort_keys=True)
 
 
 def test_columns_are_whole_numbers(server: Server) -> None:
