@@ -476,19 +476,20 @@ def list_runs(
     runs: Annotated[Path, typer.Option(help="Where run folders are.")] = Path("runs"), as_json: AsJson = False
 ) -> None:
     """The run folders, newest first, and whether they are finished."""
-    folders = sorted(runs.glob("*/config.toml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    from fairveil.provenance import resume_command
+
+    begun = {path.parent: path for name in ("submission.json", "config.toml") for path in runs.glob(f"*/{name}")}
     rows = []
-    for path in folders:
-        result = path.parent / "result.json"
+    for folder, _ in sorted(begun.items(), key=lambda item: item[1].stat().st_mtime, reverse=True):
         values = {}
         with suppress(OSError, ValueError):  # not finished, or damaged
-            values = json.loads(result.read_text())
+            values = json.loads((folder / "result.json").read_text())
         rows.append(
             {
-                "run": str(path.parent),
+                "run": str(folder),
                 "algorithm": values.get("algorithm", ""),
                 "epsilon": values.get("epsilon", ""),
-                "state": "finished" if values else f"unfinished: fairveil run {path.parent} --resume",
+                "state": "finished" if values else f"unfinished: {resume_command(folder)}",
             }
         )
     print_rows(rows, as_json)

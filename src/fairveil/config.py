@@ -274,7 +274,27 @@ def make_config(values: Mapping[str, Any], settings: Sequence[str] = ()) -> RunC
     config.build_algorithm()
     check_dataset(config.data.dataset, config.data.options, config.data.split)
     check_model(config.model.name, config.model.options)
+    if config.data.dataset == "clients":
+        _check_elsewhere(config)
     return config
+
+
+def _check_elsewhere(config: RunConfig) -> None:
+    """What a simulation can do, and a federation cannot."""
+    if config.privacy.trust == "secure-sum":
+        raise UserError(
+            'privacy.trust = "secure-sum" is not for a federation.',
+            "A secure sum is only simulated: on a federation the server would see what each client contributes.\n"
+            "Nothing was run.",
+            'privacy.trust = "server", if the clients trust it that far',
+        )
+    if config.fairness.reference is not None:
+        raise UserError(
+            f"fairness.reference = {shown(config.fairness.reference)} is not for a federation.",
+            "Reference models are trained on the pooled records of several clients, and these never leave them.\n"
+            "Nothing was run.",
+            "leave out fairness.reference",
+        )
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dp_accounting import DpEvent
 
-from fairveil.algorithms.base import Algorithm
+from fairveil.algorithms.base import Algorithm, Unit
 from fairveil.config import FairnessConfig, PrivacyConfig, RunConfig
 from fairveil.data.federation import GRID_PER_DECADE, Federation, nominal_sizes
 from fairveil.errors import UserError, nearest
@@ -27,7 +27,7 @@ from fairveil.privacy.accounting import (
 from fairveil.privacy.gradients import path_of
 from fairveil.privacy.ledger import FEDERATION, Ledger
 from fairveil.privacy.mechanisms import Mechanism, Releases, canonical, events_of, without_leaks
-from fairveil.privacy.statement import SECURE_SUM, Statement, json_number, make_statement
+from fairveil.privacy.statement import SECURE_SUM, NoiseSource, Statement, json_number, make_statement
 from fairveil.session import Facts, Terms
 from fairveil.store import UnitPlan
 
@@ -35,6 +35,8 @@ SIZES_PUBLIC = {
     "public": "exact, declared public in the config",
     "rounded": "declared, rounded down to a grid of 24 per decade",
 }
+SIZES_ELSEWHERE = "declared by each client: rounded down to a grid of 24 per decade, or exact if its policy says so"
+_ADDED_BY: Mapping[Unit, NoiseSource] = {"record": "clients", "client": "server"}  # where clients are elsewhere
 
 
 @dataclass(frozen=True)
@@ -133,10 +135,11 @@ class Plan:
         complete: bool = False,
     ) -> Statement:
         """The guarantee, with what has been posted so far."""
+        elsewhere = self.federation.elsewhere
         public = {
-            "client sizes": SIZES_PUBLIC[self.config.data.sizes],
+            "client sizes": SIZES_ELSEWHERE if elsewhere else SIZES_PUBLIC[self.config.data.sizes],
             "number and groups of clients, shape of a record, classes": "declared by the clients"
-            if self.federation.elsewhere
+            if elsewhere
             else "read from the data, taken as declared",
             "who holds which record, and which are for testing": "the guarantee is for training records, given these",
             **self.federation.public,
@@ -156,11 +159,11 @@ class Plan:
             planned=[self.releases[unit] for unit in by_size],
             posted=None if posted is None else [posted.get(unit, {}) for unit in by_size],
             trust=SECURE_SUM if self.config.privacy.trust == "secure-sum" else self.algorithm.trust,
-            noise="clients" if self.federation.elsewhere else self.config.privacy.noise,
+            noise=_ADDED_BY[self.algorithm.unit] if elsewhere else self.config.privacy.noise,
             public=public,
             reference=self.config.fairness.reference is not None,
             complete=complete,
-            elsewhere=self.federation.elsewhere,
+            elsewhere=elsewhere,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -323,9 +326,10 @@ def _check_delta(config: RunConfig, algorithm: Algorithm[Any], federation: Feder
     if algorithm.unit == "record" and federation.originals is not None and federation.holders > 1:
         count, who = federation.originals, f"Overlapping clients hold {federation.originals:,} different records"
     elif algorithm.unit == "record":
-        # A rounded size may stand for any up to the next on the grid.
-        count = int(facts.size.max() * (1 if config.data.sizes == "public" else 10 ** (1 / GRID_PER_DECADE)))
-        who = f"The largest client has {'' if config.data.sizes == 'public' else 'up to '}{count:,} records"
+        # A rounded size may stand for any up to the next on the grid. Clients elsewhere round by their own policies.
+        exact = config.data.sizes == "public" and not federation.elsewhere
+        count = int(facts.size.max() * (1 if exact else 10 ** (1 / GRID_PER_DECADE)))
+        who = f"The largest client has {'' if exact else 'up to '}{count:,} records"
     else:
         count, who = len(facts.size), f"There are {len(facts.size):,} clients"
     if delta >= 1 / count:

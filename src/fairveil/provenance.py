@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -39,3 +40,11 @@ def commit(package: Path = Path(__file__).parent) -> str:
         return "none"
     changed = git("status", "--porcelain", "--", ".")
     return f"{git('rev-parse', 'HEAD')}{'-dirty' if changed else ''}"
+
+
+def resume_command(folder: Path) -> str:
+    """How to go on with a run: on this machine, or on the federation to which it was submitted."""
+    quoted = shlex.quote(str(folder))
+    if (folder / "submission.json").exists():
+        return f"fairveil deploy submit {quoted} --server DIR --resume"
+    return f"fairveil run {quoted} --resume"

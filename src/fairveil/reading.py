@@ -24,6 +24,10 @@ from fairveil.store import CLIENT, VALUE, is_held, of_records
 
 METRICS = ("round", "client", "group", "cluster", "split", "model", "metric", "value", "n")
 PLANNING = "The run is still being planned."
+SCORES_STAY = (
+    "Scores stay with the clients: each tests the model that serves it on its own machine, and does not send what it "
+    "measures."
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Run:
         facts: of the data, for whoever reads this without them: features, classes, attributes, ...
         provenance: hashes of config and code, versions. That of the data is the published one.
         clients: one row for each: name, group, and (record level) declared size, noise multiplier, planned epsilon.
+            Where they are elsewhere they have declared their sizes at client level, too.
         rounds: those that are done: round, seconds.
     """
 
@@ -56,6 +61,16 @@ class Run:
     @property
     def algorithm(self) -> str:
         return str(self.config["algorithm"]["name"])
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether clients are on machines of their own: they keep what they measure there, and no scores are here."""
+        return bool(self.facts.get("elsewhere"))
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether the noise follows from seed, config, code and data."""
+        return not self.elsewhere and self.config["privacy"]["noise"] == "reproducible"
 
     @property
     def running(self) -> bool:
@@ -261,6 +276,8 @@ def load_run(path: Path | str) -> Run:
         raise UserError(f"{folder} holds no statement.", PLANNING, "wait for its first round")
     facts, settled = (json.loads(meta.pop(key, "{}")) for key in ("facts", "settled"))
     provenance = meta | {"data": published(meta["data"])}
+    if facts.get("elsewhere"):
+        clients["size"] = [client["size"] for client in config["data"]["options"]["clients"]]
     result = _json(folder / "result.json")
     return Run(folder, config, statement, result, facts | {"settled": settled}, provenance, clients, rounds)
 

@@ -27,8 +27,8 @@ from fairveil.preparation import feature_statistics
 from fairveil.privacy.accounting import rdp_curve, rdp_epsilon
 from fairveil.privacy.mechanisms import canonical
 from fairveil.privacy.statement import Statement, json_number
-from fairveil.provenance import commit, published, versions
-from fairveil.reading import Run, load_run
+from fairveil.provenance import commit, published, resume_command, versions
+from fairveil.reading import SCORES_STAY, Run, load_run
 from fairveil.serving import (
     Served,
     averaged,
@@ -64,17 +64,17 @@ class RunResult:
     rounds: int
     seconds: float
     statement: Statement
-    metrics: Mapping[str, Summary]  # "loss", and "accuracy" or "rmse", over clients' test records
+    metrics: Mapping[str, Summary]  # "loss", and "accuracy" or "rmse", over test records; empty if clients keep them
     provenance: Mapping[str, str | int]  # name, seed, config_hash, commit, data_fingerprint, fairveil, code
     clients: int  # all of them; those without test records are not in the metrics
     clusters: Mapping[str, Any] | None = None  # count, ari, mss, mpo, switch_round ... of a clustered system
     fairness: Mapping[str, Any] = field(default_factory=dict)  # F_acc, F_loss; differences of rates between groups
 
     @property
-    def main(self) -> tuple[str, Summary]:
-        """The metric that people ask for first."""
+    def main(self) -> tuple[str, Summary] | None:
+        """The metric that people ask for first; None: clients keep what they measure to themselves."""
         name = "accuracy" if "accuracy" in self.metrics else "rmse"
-        return name, self.metrics[name]  # a KeyError if clients keep what they measure to themselves
+        return (name, self.metrics[name]) if self.metrics else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -87,7 +87,7 @@ class RunResult:
             "delta": self.statement.delta,
             **self.provenance,
             "clients": self.clients,
-            **{name: asdict(summary) for name, summary in self.metrics.items()},
+            **({name: asdict(summary) for name, summary in self.metrics.items()} or {"scores": SCORES_STAY}),
             **({"clusters": self.clusters} if self.clusters else {}),
             **({"fairness": self.fairness} if self.fairness else {}),
             "guarantee": self.statement.sentence(),
@@ -147,6 +147,8 @@ def start_run(config: RunConfig, *, runs: Path = Path("runs"), progress: Progres
 
 def run_plan(plan: Plan, *, runs: Path = Path("runs"), progress: Progress | None = None) -> RunResult:
     """Run what was planned, in a new folder under `runs`."""
+    if plan.federation.elsewhere:
+        raise _elsewhere("the records of this config")
     with Store(new_folder(runs, plan.config.name)) as store:
         return _carry_out(plan, store, progress)
 
@@ -181,7 +183,18 @@ def resume_run(path: Path, *, runs: Path = Path("runs"), progress: Progress | No
             "It has no config.toml, so nothing was planned there and nothing released.",
             "fairveil list runs, then one of those",
         )
+    if (folder / "submission.json").exists():
+        raise _elsewhere(f"the records of {folder}", resume_command(folder))
     return _resume(load_config(folder / "config.toml"), folder, progress)
+
+
+def _elsewhere(whose: str, fix: str = "fairveil deploy submit CONFIG --server DIR") -> UserError:
+    """The error of a run that cannot take place here."""
+    return UserError(
+        f"{whose} are on the machines of its clients.",
+        "Such a run is submitted to the server of their federation, see docs/deployment.md. Nothing was run.",
+        fix,
+    )
 
 
 def _resume(config: RunConfig, folder: Path, progress: Progress | None, place: Place = HERE) -> RunResult:
@@ -221,11 +234,11 @@ def _carry_out(plan: Plan, store: Store, progress: Progress | None, place: Place
         checkpoint = store.latest()
         raise Interrupted(
             f"Stopped after round {checkpoint.round if checkpoint else 0} of {plan.algorithm.rounds}; everything up to "
-            f"there is saved. Go on with:\n  fairveil run {store.folder} --resume"
+            f"there is saved. Go on with:\n  {resume_command(store.folder)}"
         ) from None
     except RunFault as fault:
         raise RunFault(
-            f"{fault}\n  What was finished is safe. Go on with:\n  fairveil run {store.folder} --resume"
+            f"{fault}\n  What was finished is safe. Go on with:\n  {resume_command(store.folder)}"
         ) from fault
 
 

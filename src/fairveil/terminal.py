@@ -77,8 +77,21 @@ def print_statement(statement: Any) -> None:
 
 def print_result(result: Any) -> None:
     """The guarantee, the figures by group, the worst group, the folder."""
-    metric, summary = result.main
     print_statement(result.statement)
+    if result.main is None:
+        from fairveil.reading import SCORES_STAY
+
+        out.print(f"{result.algorithm}: {result.rounds} rounds in {result.seconds:.1f} s, {result.clients:,} clients.")
+        if result.clusters:
+            out.print(_clusters_line(result.clusters, "the groups that clients declare"))
+        out.print(SCORES_STAY)
+    else:
+        _print_scores(result, *result.main)
+    out.print(f"Run folder: {result.folder}", soft_wrap=True)
+
+
+def _print_scores(result: Any, metric: str, summary: Any) -> None:
+    """The figures by group, over clients, and of what was found."""
     table = Table(title=f"{result.algorithm}: {metric} by group", title_justify="left")
     table.add_column("group")
     table.add_column(metric, justify="right")
@@ -94,11 +107,7 @@ def print_result(result: Any) -> None:
     if summary.clients < result.clients:
         out.print(f"{result.clients - summary.clients:,} clients have no test records and are not scored.")
     if result.clusters:
-        found = result.clusters
-        line = f"Clusters: {found['count']}, adjusted Rand index {found['ari']:.3f} against the groups of the data"
-        if found["mss"] is not None:
-            line += f"; smallest separation {found['mss']:.1f}, first round decides up to round {found['switch_round']}"
-        out.print(line)
+        out.print(_clusters_line(result.clusters, "the groups of the data"))
     for name, found in result.fairness.items():
         if "value" in found:
             what = "largest difference in what privacy costs two clients"
@@ -107,7 +116,13 @@ def print_result(result: Any) -> None:
             parts = [f"{what} {one['value']:.3f}" for what, one in found.items() if one["value"] is not None]
             out.print(f"Differences by {name}: {', '.join(parts)}", markup=False, soft_wrap=True)
     out.print(f"Worst group: {summary.worst_group} ({metric} {summary.by_group[summary.worst_group]:.3f})")
-    out.print(f"Run folder: {result.folder}", soft_wrap=True)
+
+
+def _clusters_line(found: Any, groups: str) -> str:
+    line = f"Clusters: {found['count']}, adjusted Rand index {found['ari']:.3f} against {groups}"
+    if found["mss"] is not None:
+        line += f"; smallest separation {found['mss']:.1f}, first round decides up to round {found['switch_round']}"
+    return line
 
 
 def print_submitted(result: dict[str, Any]) -> None:

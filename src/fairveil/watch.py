@@ -23,7 +23,7 @@ LOCAL = "127.0.0.1"
 CALLED = ("127.0.0.1", "localhost")
 WATCHED = (
     "config.toml", "sweep.toml", "run.sqlite", "run.sqlite-wal", "result.json", "statement.json", "failure.txt",
-    "clusters.json",
+    "failure.json", "clusters.json",
 )  # fmt: skip
 
 

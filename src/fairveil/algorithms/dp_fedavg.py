@@ -31,7 +31,8 @@ class DPFedAvg(Algorithm[State]):
     name: ClassVar[str] = "dp-fedavg"
     unit: ClassVar[Unit] = "client"
     trust: ClassVar[str] = (
-        "the server: it adds up what clients contribute within bounds, adds the noise, and keeps secret who took part"
+        "the server: every client that is drawn sends it a contribution within bounds, but without noise; it adds "
+        "them up, adds the noise, and keeps secret who was drawn and what each has sent"
     )
 
     sample_rate: float = Field(0.2, gt=0, le=1, description="q, chance of a client to take part")

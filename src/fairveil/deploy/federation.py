@@ -116,7 +116,8 @@ def _with_clients(config: RunConfig, roll: Roll, expected: int) -> RunConfig:
             f"{patience.minimum} must be (engine.minimum_clients)."
         )
     data = config.data.model_copy(update={"options": declared(described)})
-    return config.model_copy(update={"data": data})
+    privacy = config.privacy.model_copy(update={"noise": "secret"})  # as it is here, whatever was asked for
+    return config.model_copy(update={"data": data, "privacy": privacy})
 
 
 def _description(name: str, answer: Envelope) -> dict[str, Any]:

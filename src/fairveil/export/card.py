@@ -18,7 +18,7 @@ from fairveil.export.models import ServedModel
 from fairveil.fairness import summarise
 from fairveil.options import flattened
 from fairveil.privacy.statement import rounded_up
-from fairveil.reading import Run
+from fairveil.reading import SCORES_STAY, Run
 
 NAMED = 20  # clients that are listed by name; a file's metadata names all
 SMALL_GROUP = 5  # clients, and fewer: what is said of such a group is said of single clients
@@ -57,8 +57,9 @@ def model_card(
         run=run, statement=run.statement, facts=run.facts, provenance=run.provenance, warnings=warnings,
         files=[_file(run, models, name, mark) for name, mark in marks.items()],
         algorithm=_first_line(ALGORITHMS.get(run.algorithm)), kept=models[0].standing == "kept",
-        reproducible=run.config["privacy"]["noise"] == "reproducible", standardised=standardised,
-        price=_price(run), fairness=_fairness(run, models), settings=_settings(run),
+        reproducible=run.reproducible, standardised=standardised, price=_price(run), scores_stay=SCORES_STAY,
+        groups=sorted(set(run.clients["group"])), fairness=None if run.elsewhere else _fairness(run, models),
+        settings=_settings(run),
         load=_load(run, models[0].name, onnx=f"{models[0].name}.onnx" in marks),
     )  # fmt: skip
 

@@ -104,6 +104,12 @@ def served_models(run: Run, client: int | None) -> tuple[list[ServedModel], dict
     released, kept = run.folder / "models" / "served.safetensors", run.folder / "models" / "personal.json"
     if released.exists():
         return _released(run, released, client)
+    if kept.exists() and run.elsewhere:
+        raise UserError(
+            f"the models of {run.folder} are with its clients.",
+            f"By {run.algorithm} each has a model of its own, which never leaves its machine. Nothing was written.",
+            "at the client: the folder models in that of `fairveil deploy join`",
+        )
     if kept.exists():
         about = json.loads(kept.read_text())
         return [_kept(run, client)], about.get("standardise"), []

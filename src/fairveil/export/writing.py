@@ -18,6 +18,7 @@ from fairveil.export.card import model_card
 from fairveil.export.graph import NotExported, can_export, onnx_bytes
 from fairveil.export.models import ServedModel, client_number, served_models, spec_of, with_raw_inputs
 from fairveil.privacy.statement import rounded_up
+from fairveil.provenance import resume_command
 from fairveil.reading import Run
 from fairveil.store import write_whole
 
@@ -125,7 +126,7 @@ def _about_run(run: Run) -> list[str]:
     found = []
     if run.statement["epsilon"] == "infinity":
         found.append(UNPROTECTED)
-    elif run.config["privacy"]["noise"] == "reproducible":
+    elif run.reproducible:
         found.append(REPRODUCIBLE)
     try:
         changed = make_config(run.config).code() != run.provenance["code"]
@@ -156,7 +157,7 @@ def _check_finished(run: Run) -> None:
         raise UserError(
             f"{run.folder} is not finished.",
             "Its models are those of a round on the way, and its statement speaks of a part. Nothing was written.",
-            "wait for it" if run.running else f"fairveil run {run.folder} --resume",
+            "wait for it" if run.running else resume_command(run.folder),
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from fairveil.privacy.accounting import Price
 from fairveil.privacy.mechanisms import Mechanism, without_leaks
 
-NoiseSource = Literal["reproducible", "secret", "clients"]
+NoiseSource = Literal["reproducible", "secret", "clients", "server"]
 NOISE_SOURCES: Mapping[NoiseSource, str] = {
     "reproducible": (
         "reproducible, derived from the run's seed, config and code and from the fingerprint of the data (in "
@@ -22,8 +22,13 @@ NOISE_SOURCES: Mapping[NoiseSource, str] = {
         "remove the noise, so delete it when the run is finished; nobody can then repeat the run"
     ),
     "clients": (
-        "secret: each client derives its own from a random key of 256 bits that never leaves its machine, and the "
-        "server what it adds from one in the run folder (secret.key)"
+        "secret: each client derives its own from a random key of 256 bits that never leaves its machine (secret.key "
+        "in its folder), and the server adds none. Whoever has a client's key can remove that client's noise, so it is "
+        "to be kept as its records are"
+    ),
+    "server": (
+        "secret: the server derives the noise of the sums, and who is drawn, from a random key of 256 bits in the run "
+        "folder (secret.key): whoever has that file can remove the noise, so delete it when the run is finished"
     ),
 }
 NOT_COVERED = (
@@ -35,15 +40,25 @@ REFERENCE = (
     ". Reference models are trained without privacy on the pooled records of each group, for evaluation only: they are "
     "not kept, but their scores are in the run folder and in the cache of numbers"
 )
-ELSEWHERE = (
-    "other runs on the same records, whose prices add up (every client keeps account of them); people who own several "
-    "records, and records that several clients hold; what a client declares of itself (its name, group and size); and "
-    "on each client's own machine the folder of its guard, with its test scores"
-)
+ELSEWHERE: Mapping[str, str] = {  # by unit
+    "record": (
+        "other runs on the same records, whose prices add up (each client keeps account of those it took part in); "
+        "people who own several records, and records that several clients hold; what a client declares of itself "
+        "(name, group, size, kind of records); whether and how fast it answers; and what stays on its machine: "
+        "records, key, ledger, models, and its scores, which are computed without noise and are not sent"
+    ),
+    "client": (
+        "other runs with the same clients, whose prices add up (each client keeps account of those it took part in); "
+        "people whose records several clients hold; what a client declares of itself (name, group, size, kind of "
+        "records); who is drawn when, which whoever sees the traffic between clients and server can tell; and what "
+        "stays on a client's machine: records, ledger, models, and its scores, which are computed without noise and "
+        "are not sent"
+    ),
+}
 SECURE_SUM = (
-    "the server with the exact sum of what clients contribute within bounds, to which it adds the noise, and with the "
-    "secrecy of who took part. That it learns no single contribution needs a secure sum, which was SIMULATED here: the "
-    "process that ran this run saw every contribution"
+    "the server, with the exact sum of what clients contribute within bounds, to which it adds the noise, and with the "
+    "secrecy of who took part. That it learns no single contribution takes a secure sum, which was only SIMULATED: the "
+    "process of this run saw every contribution"
 )
 OVERLAP = ". Clients overlap: up to {} of them hold one and the same record, which is not protected as a whole"
 
@@ -197,7 +212,7 @@ def make_statement(
         releases=tuple(_kind(kind, planned, posted) for kind in kinds),
         public=dict(public),
         noise_source=NOISE_SOURCES[noise],
-        not_covered=(ELSEWHERE if elsewhere else NOT_COVERED)
+        not_covered=(ELSEWHERE[unit] if elsewhere else NOT_COVERED)
         + (REFERENCE if reference else "")
         + (OVERLAP.format(holders) if unit == "client" and holders > 1 else ""),
         complete=complete,

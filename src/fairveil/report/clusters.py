@@ -146,7 +146,7 @@ def cluster_confusion(run: Run) -> Chart | None:
             range(table.shape[1]), [f"cluster {c}" if table.shape[1] < 7 else str(c) for c in table.columns]
         )
         axes.set_yticks(range(table.shape[0]), [shortened(str(name), 16) for name in table.index])
-        axes.set_ylabel("group of the data")
+        axes.set_ylabel("declared group" if run.elsewhere else "group of the data")
         for spine in axes.spines.values():
             spine.set_visible(False)
     marks = [
@@ -155,10 +155,11 @@ def cluster_confusion(run: Run) -> Chart | None:
         if count
     ]
     data = table.reset_index(names="group").rename(columns=str)
-    caption = (
-        f"{len(label):,} clients: true groups down, clusters found across. The truth is used for this figure only."
-    )
-    return Chart("confusion", "Clusters against the truth", caption, figure, data, marks)
+    title, groups, used = "Clusters against the truth", "true groups", "The truth is used for this figure only."
+    if run.elsewhere:  # nobody knows the truth
+        title, groups, used = "Clusters against groups", "declared groups", "Clusters are found without the groups."
+    caption = f"{len(label):,} clients: {groups} down, clusters found across. {used}"
+    return Chart("confusion", title, caption, figure, data, marks)
 
 
 def _within(points: np.ndarray, label: np.ndarray) -> np.ndarray:

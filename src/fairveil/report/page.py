@@ -91,6 +91,12 @@ class Section:
         return [block for block in self.blocks if of_kind(block) == kind]
 
 
+MEASURED = (
+    "Accuracies, losses and diagnostics on this page were computed without noise, for evaluation: keep it as you keep "
+    "the data."
+)
+
+
 @dataclass(frozen=True)
 class Page:
     """All that a report shows."""
@@ -99,6 +105,7 @@ class Page:
     subtitle: str
     sections: Sequence[Section]
     state: str = ""  # how far it is, for who watches
+    footer: str = MEASURED  # who may see it
 
     def html(self, *, stamp: str = "") -> str:
         """One file, which opens without a network.

@@ -15,8 +15,8 @@ from fairveil.errors import RunFault
 from fairveil.fairness import group_differences
 from fairveil.intervals import gap_by_chance, gap_of, mean_of
 from fairveil.privacy.statement import Statement, rounded_up
-from fairveil.provenance import PACKAGES
-from fairveil.reading import Run
+from fairveil.provenance import PACKAGES, resume_command
+from fairveil.reading import SCORES_STAY, Run
 from fairveil.report.budget import Spending, budget_by_round, spending
 from fairveil.report.chart import Chart, in_words, shortened
 from fairveil.report.clusters import assignment_ribbon, cluster_confusion, cluster_plane, recovery
@@ -27,6 +27,7 @@ from fairveil.report.tables import (
     attribute_tables,
     client_table,
     cost_tables,
+    declared_table,
     figure_table,
     group_table,
     in_range,
@@ -46,7 +47,7 @@ def run_page(run: Run) -> Page:
     rounds = int(run.config["algorithm"]["rounds"])
     sections = [
         Section("verdict", "Verdict", _verdict(run, statement, spent, judged), intro=_guarantee(statement)),
-        Section("fairness", "Who is served how well", _fairness(run, judged)),
+        _clients(run) if run.elsewhere else Section("fairness", "Who is served how well", _fairness(run, judged)),
         Section("clusters", "Clusters", _clusters(run)),
         Section("privacy", "Privacy", _privacy(run, statement, spent), intro=PRIVACY),
         Section(
@@ -54,16 +55,19 @@ def run_page(run: Run) -> Page:
         ),
         Section("reproduce", "How to have it again", reproduce(run)),
     ]
-    about = (
-        f"{run.algorithm} on {run.facts.get('dataset', run.config['data']['dataset'])}, {len(run.clients):,} clients"
-    )
-    return Page(run.name, f"{about}, {rounds} rounds, seed {run.config['seed']}", sections, state_of(run))
+    about = f"{len(run.clients):,} clients, {rounds} rounds, seed {run.config['seed']}"
+    if run.elsewhere:
+        about = f"{run.algorithm} on a federation: {about}"
+        return Page(run.name, about, sections, state_of(run), footer=ELSEWHERE)
+    about = f"{run.algorithm} on {run.facts.get('dataset', run.config['data']['dataset'])}, {about}"
+    return Page(run.name, about, sections, state_of(run))
 
 
 PRIVACY = (
     "What was promised before the first round, what was sent, and what it cost. The statement is derived from the plan "
     "and the ledger; prices in this section were computed anew from the run folder."
 )
+ELSEWHERE = "What is on this page was sent with noise, was declared by the clients, or is public."
 
 
 def state_of(run: Run) -> str:
@@ -73,8 +77,7 @@ def state_of(run: Run) -> str:
     done, rounds = len(run.rounds), int(run.config["algorithm"]["rounds"])
     if run.running:
         return f"Running: {done} of {rounds} rounds are done."
-    again = f"fairveil run {shlex.quote(str(run.folder))} --resume"
-    return f"Not finished: {done} of {rounds} rounds are done. Go on with: {again}"
+    return f"Not finished: {done} of {rounds} rounds are done. Go on with: {resume_command(run.folder)}"
 
 
 def _guarantee(statement: Statement) -> str:
@@ -100,6 +103,8 @@ def _verdict(run: Run, statement: Statement, spent: Spending, judged: Judged | N
             "all rounds are done" if run.result else f"after {len(run.rounds)} of {rounds} rounds", warn=infinite,
         ),
     ]  # fmt: skip
+    if run.elsewhere:
+        return [*cards, Card("Scores", "with the clients", "what they measure is not sent")]
     if judged is None:
         return [*cards, Card("Scores", "none yet", "the first evaluated round is still to come")]
     metric, summary = judged.metric, judged.summary
@@ -143,14 +148,20 @@ def _fairness(run: Run, judged: Judged | None) -> list[Any]:
     return [*figures, *tables, client_table(run, judged)]
 
 
+def _clients(run: Run) -> Section:
+    """Who takes part, instead of how well each is served."""
+    return Section("clients", "Clients", [declared_table(run)], intro=SCORES_STAY)
+
+
 def _clusters(run: Run) -> list[Any]:
     figures = charts(lambda: cluster_plane(run), lambda: assignment_ribbon(run), lambda: cluster_confusion(run))
     found = recovery(run)
     if found is None:
         return figures
+    whose = "the clients declare" if run.elsewhere else "the data have"
     alone = f"the smallest group ({found['minority']}) in a cluster of its own"
     lines = [
-        ("clusters found", f"{found['count']}; the data have {found['groups']} groups"),
+        ("clusters found", f"{found['count']}; {whose} {found['groups']} groups"),
         ("adjusted Rand index against the groups", f"{found['ari']:.3f}"),
         ("every group in a cluster of its own", "yes" if found["exact"] else "no"),
         (alone, "yes" if found["minority_alone"] else "no"),
@@ -207,15 +218,20 @@ def reproduce(run: Run) -> list[Text]:
     """Command, config, versions, hashes."""
     folder = Path("runs") / run.name
     command = f"fairveil run {shlex.quote(str(folder / 'config.toml'))}"
+    heading = "Command"
+    if run.elsewhere:
+        heading = "Command: a new run with other noise, and a price of its own"
+        command = f"fairveil deploy submit {shlex.quote(str(folder / 'submitted.toml'))} --server DIR"
     facts = {"config hash": run.provenance.get("config"), "code": run.provenance.get("code")}
-    facts |= {"commit": run.provenance.get("commit"), "data (published hash)": run.provenance.get("data")}
+    data = "what the clients declare (published hash)" if run.elsewhere else "data (published hash)"
+    facts |= {"commit": run.provenance.get("commit"), data: run.provenance.get("data")}
     versions = {name: run.provenance[name] for name in PACKAGES if name in run.provenance}
     settled = run.facts.get("settled") or {}
     lines = [f"{name}: {value}" for name, value in {**facts, **versions}.items()]
     lines += [f"settled by the planner: algorithm.{key} = {value}" for key, value in settled.items()]
     lines += [f"this page: {time.strftime('%Y-%m-%d %H:%M:%S')}"]
     return [
-        Text(command, plain=True, heading="Command"),
+        Text(command, plain=True, heading=heading),
         Text("\n".join(lines), plain=True, heading="Made from"),
         Text(tomli_w.dumps(dict(run.config)), plain=True, heading="Config, with every default (config.toml)"),
     ]

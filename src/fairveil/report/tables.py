@@ -202,3 +202,20 @@ def client_table(run: Run, judged: Judged) -> Table:
     columns = ["client", "group", judged.metric, "test records", *(["declared size", "epsilon"] if sized else [])]
     cut = f" The worst {MOST_ROWS}; the figure's numbers hold all." if len(table) > MOST_ROWS else ""
     return Table("every-client", f"{len(table):,} clients, the worst first.{cut}", columns, rows)
+
+
+def declared_table(run: Run) -> Table:
+    """Every client with what it declares of itself, and (record level) what its plan costs."""
+    priced = run.clients["epsilon"].notna().all()
+    rows = [
+        [
+            words(row["name"]), words(row["group"]), number(row["size"], ",.0f"),
+            *([number(row["noise_multiplier"], ",.4f"), number(row["epsilon"])] if priced else []),
+        ]
+        for _, row in run.clients.head(MOST_ROWS).iterrows()
+    ]  # fmt: skip
+    columns = ["client", "group", "declared size", *(["noise multiplier", "epsilon"] if priced else [])]
+    cut = f" The first {MOST_ROWS}." if len(run.clients) > MOST_ROWS else ""
+    planned = "; noise and epsilon as planned" if priced else ""
+    caption = f"{len(run.clients):,} clients: names, groups and sizes as declared{planned}.{cut}"
+    return Table("every-client", caption, columns, rows)
