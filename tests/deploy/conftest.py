@@ -149,3 +149,9 @@ def small(tmp_path: Path) -> Iterator[Small]:
     federation = Small(tmp_path)
     yield federation
     federation.close()
+
+
+@pytest.fixture(scope="session")
+def make_small() -> type[Small]:
+    """For fixtures that outlive a test."""
+    return Small
