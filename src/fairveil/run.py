@@ -18,6 +18,7 @@ import numpy as np
 from fairveil.config import RunConfig, load_config
 from fairveil.data.federation import Federation
 from fairveil.engine.blocks import best_block
+from fairveil.engine.flower import RayEngine
 from fairveil.engine.local import LocalEngine
 from fairveil.errors import PrivacyError, RunFault, UserError
 from fairveil.evaluation import cost_scores, save_confusion, scores_of
@@ -126,7 +127,10 @@ class Place:
         block = engine.block
         if block is None and plan.algorithm.unit == "record":  # client-level tasks take one client after the other
             block = best_block(plan.model)
-        return LocalEngine(federation, spec, root=self.root(plan, store), workers=engine.workers, block=block)
+        root, workers = self.root(plan, store), engine.workers
+        if engine.kind == "ray":
+            return RayEngine(federation, spec, root=root, workers=workers, block=block, address=engine.address)
+        return LocalEngine(federation, spec, root=root, workers=workers, block=block)
 
     def root(self, plan: Plan, store: Store) -> str:
         """The run's name, and its secret if it has one."""

@@ -27,6 +27,7 @@ MAPPED = 1 << 18  # bytes of memory worth mapping; less is read, since a process
 ALIGNMENT = 64
 
 Place = tuple[int, int]  # where a buffer begins and ends in the memory
+Whole = tuple[bytes, list[Place], np.ndarray]  # a pickle, the places of its buffers, and the memory they are in
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,12 @@ class Message:
         connection.send((self.text, self.places, self.memory.size))
         if self.places and self.memory.file:
             send_handle(connection, self.memory.file.fileno(), None)
+
+    def whole(self) -> Whole:
+        """All of it, for others to carry. `opened` makes the value of it."""
+        file = self.memory.file
+        memory = _contents(os.dup(file.fileno()), self.memory.size) if file else np.empty(0, np.uint8)
+        return self.text, self.places, memory
 
 
 @contextmanager
@@ -65,7 +72,11 @@ def receive(connection: Connection) -> Any:
     text, places, size = connection.recv()
     if not places:
         return pickle.loads(text)
-    memory = _contents(recv_handle(connection), size)
+    return opened(text, places, _contents(recv_handle(connection), size))
+
+
+def opened(text: bytes, places: list[Place], memory: np.ndarray) -> Any:
+    """The value of a whole message. Its arrays lie in this memory, which must be writable."""
     return pickle.loads(text, buffers=[memory[first:last] for first, last in places])
 
 
