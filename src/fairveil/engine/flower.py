@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 LOOK = 0.1  # seconds between looks at a queue; Flower has 3 for messages and 0.5 for replies
 ROLL_CALL = 1.0  # seconds between looks at who is there
+LEAVE = 10.0  # seconds for Flower's threads to end: they look up once a second
 SOON = 0.005  # seconds between looks at a queue of this process; Flower has 0.1
 MESSAGE = 1 << 28  # bytes that a message in a simulation may have, about
 SILENT = {  # nobody is told that somebody uses Flower or Ray
@@ -427,11 +428,11 @@ class RayEngine:
                 simulation.send(number, batches.question(job, queues[number].pop(0)))
             while busy:
                 for number, answer in simulation.receive():
+                    busy.remove(number)
                     replies = list(batches.replies_of(answer, job, calls, self.root))
                     if queues[number]:
                         simulation.send(number, batches.question(job, queues[number].pop(0)))
-                    else:
-                        busy.remove(number)
+                        busy.add(number)
                     yield from replies
         finally:
             if busy:  # failed or abandoned: what is still under way must not go on
@@ -452,7 +453,8 @@ class RayEngine:
 
     def _stop(self) -> None:
         self._simulation = None
-        self._open.close()
+        with _own_signals(hold=True):
+            self._open.close()
 
 
 @contextmanager
@@ -469,7 +471,7 @@ def _ray(address: str | None, cores: int) -> Iterator[int]:
     import ray
 
     if ray.is_initialized():  # the user's own: it is used, and left to him
-        yield int(ray.cluster_resources().get("CPU", 0))
+        yield _cores()
         return
     # modules that this process finds must be found there too; what is installed is there already
     installed = {sys.prefix, sys.base_prefix}
@@ -480,25 +482,60 @@ def _ray(address: str | None, cores: int) -> Iterator[int]:
         options |= {"num_cpus": cores, "include_dashboard": False}
     if own:
         options["_temp_dir"] = own  # short, as the names of sockets must be; records may lie in it
-    main = threading.current_thread() is threading.main_thread()
-    terminate = signal.getsignal(signal.SIGTERM)
     try:
         try:
-            # "local", or it would join a cluster that happens to be there
-            ray.init(address or "local", logging_level=logging.ERROR, log_to_driver=False, **options)
+            with _own_signals(hold=not address):
+                # "local", or it would join a cluster that happens to be there
+                ray.init(address or "local", logging_level=logging.ERROR, log_to_driver=False, **options)
         except (ConnectionError, ValueError) as error:
             raise UserError(
                 f"engine.address = {address!r} cannot be reached." if address else "Ray cannot be started here.",
                 f"{error}",
                 'the address that "ray start" has shown on its first machine, or none: a Ray on this machine',
             ) from error
-        if main:
-            signal.signal(signal.SIGTERM, terminate)  # Ray sets its own
-        yield int(ray.cluster_resources().get("CPU", 0))
+        yield _cores()
     finally:
         ray.shutdown()
         if own:
             shutil.rmtree(own, ignore_errors=True)
+
+
+def _cores() -> int:
+    """The cores of the cluster, each machine's by itself: a process cannot have half a core here and half there."""
+    import ray
+
+    machines = cast(Any, ray).nodes()
+    cores = sum(int(machine["Resources"].get("CPU", 0)) for machine in machines if machine["Alive"])
+    if not cores:
+        raise UserError(
+            "the Ray cluster has no machine with a core to spare.",
+            "Each process of a simulation takes one core of the cluster, and there is none.",
+            "ray start --address=... --num-cpus=4 on another machine",
+        )
+    return cores
+
+
+@contextmanager
+def _own_signals(*, hold: bool) -> Iterator[None]:
+    """SIGTERM does afterwards what it did before: Ray has a handler of its own for it.
+
+    Args:
+        hold: Ctrl-C waits until this is over: a Ray that is half started or stopped leaves processes behind.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    interrupt, terminate = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    if hold:
+        signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGINT, interrupt)
+    if pressed and callable(interrupt):
+        interrupt(signal.SIGINT, None)
 
 
 class _Simulation:
@@ -563,7 +600,7 @@ class _Simulation:
     ) -> None:
         self._stopped.set()
         self.terminate()
-        self._thread.join()
+        self._thread.join(LEAVE)
         self._flower.setLevel(self._level)
 
     def send(self, number: int, envelope: Envelope) -> None:
@@ -610,6 +647,8 @@ class _Simulation:
         """Have a message answered by the process of its node."""
         import ray
 
+        if self._stopped.is_set():
+            raise RunFault("the simulation is over")  # Ray would start another cluster for what comes too late
         number = context.node_config["partition-id"]
         _, answer, after = ray.get(self._actors[number].run.remote(self._app, message, str(number), context))
         return answer, after
