@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -485,6 +486,8 @@ def _ray(address: str | None, cores: int) -> Iterator[int]:
     try:
         try:
             with _own_signals(hold=not address):
+                # what happens on the cluster it would print on standard output
+                cast(Any, ray)._private.worker.print_to_stdstream = lambda data, **_: log.info("%s", data.get("lines"))
                 # "local", or it would join a cluster that happens to be there
                 ray.init(address or "local", logging_level=logging.ERROR, log_to_driver=False, **options)
         except (ConnectionError, ValueError) as error:
@@ -551,6 +554,7 @@ class _Simulation:
         self._sent: dict[str, int] = {}
         self._stopped = _Stop()
         self._error: BaseException | None = None
+        self._fault: RunFault | None = None
         self._actors: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -628,10 +632,7 @@ class _Simulation:
         for reply in replies:
             number = self._sent.pop(reply.metadata.reply_to_message_id)
             if reply.has_error():
-                raise RunFault(
-                    f"a process of the Ray cluster has failed, or died (out of memory?): {reply.error.reason}\n  "
-                    "All machines of a cluster need fairveil as it is here, and your own modules, if you use any."
-                )
+                raise self._fault or RunFault(f"the Ray cluster has failed: {reply.error.reason}")
             yield number, unpacked(reply.content)
 
     # what Flower asks of a backend
@@ -650,7 +651,21 @@ class _Simulation:
         if self._stopped.is_set():
             raise RunFault("the simulation is over")  # Ray would start another cluster for what comes too late
         number = context.node_config["partition-id"]
-        _, answer, after = ray.get(self._actors[number].run.remote(self._app, message, str(number), context))
+        try:
+            _, answer, after = ray.get(self._actors[number].run.remote(self._app, message, str(number), context))
+        except ray.exceptions.RayActorError as error:
+            where = re.findall(r"^\s*(?:pid|ip): (\S+)$", str(error), re.MULTILINE)
+            self._fault = RunFault(
+                f"a process of the Ray cluster died ({' at '.join(where)}). Often that is the operating system "
+                "reclaiming memory: fewer engine.workers or a smaller engine.block need less."
+            )
+            raise
+        except Exception as error:
+            self._fault = RunFault(
+                f"a process of the Ray cluster has failed: {str(error).strip().splitlines()[-1]}\n  All machines of a "
+                "cluster need the same Python, fairveil as it is here, and your own modules, if you use any."
+            )
+            raise
         return answer, after
 
     def terminate(self) -> None:
