@@ -50,8 +50,9 @@ class Clients(Dataset):
         if not self.clients:
             raise UserError(
                 'data.dataset = "clients" has no clients here.',
-                "Their records are on their own machines, so the run must be submitted to the federation.",
-                "fairveil deploy submit, see docs/deployment.md",
+                "Their records are on their own machines. A run is planned once it is submitted to their federation,\n"
+                "from what they declare; see docs/deployment.md. Nothing was run.",
+                "fairveil deploy submit CONFIG --server DIR",
             )
         groups = sorted({client.group for client in self.clients})
         columns = tuple((at, None if missing < 0 else missing) for at, missing in self.columns)
