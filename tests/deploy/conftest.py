@@ -111,12 +111,20 @@ class Small:
 
     def __init__(self, folder: Path, guard: type[Guard] = Seeded, **policy: Any) -> None:
         self.folder, self.guard = folder, guard
-        self.data = {"dataset": "digits", "split": SPLIT}
+        self.data = self.records()
         self.names = [f"client-{number}" for number in range(3)]
         for number, name in enumerate(self.names):
-            client_folder(folder / name, name, self.data | {"client": str(number)}, **policy)
+            client_folder(folder / name, name, self.data | {"client": self.called(number)}, **policy)
         self.wire = Wire({})
         self.open()
+
+    def records(self) -> dict[str, Any]:
+        """The section [data]."""
+        return {"dataset": "digits", "split": SPLIT}
+
+    def called(self, number: int) -> str:
+        """A client, in its data."""
+        return str(number)
 
     def open(self) -> None:
         """(Re)start the guards."""
