@@ -13,9 +13,12 @@ request comes in an envelope and is answered in one. Whatever a server asks:
 
 Prices of several runs: their epsilons and their deltas add up. That holds even if a later run was chosen by what an
 earlier one showed (Rogers, Roth, Ullman and Vadhan, "Privacy Odometers and Filters: Pay-as-you-Go Composition", 2016),
-where the tighter price of all mechanisms together need not. For the same reason a run that ends early keeps its whole
-price, from its first release on: when to stop may depend on what was seen. Neighbours are as in the policy. The budget
-is for the records of this folder, whatever is added to or taken from them later.
+and if requests of several runs come in turns (Haney et al., "Concurrent Composition for Interactive Differential
+Privacy with Adaptive Privacy-Loss Parameters", 2023); the tighter price of all mechanisms together need not hold. For
+the same reason a run that ends early keeps its whole price, from its first release on: when to stop may depend on what
+was seen. Within a run a server chooses the order, but not the multiset, and the price does not depend on the order.
+Neighbours are as in the policy. The budget is for the records of this folder, whatever is added to or taken from them
+later.
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ BOUNDS = ("clip_norm", "bound")  # fields of mechanisms
 LEAST_BOUND = 1e-9  # far above the least numbers of float32, which are rounded by up to their own size
 LONGEST = 1000  # letters of a refusal
 RUN, REQUEST = re.compile(r"[0-9a-f]{32}"), re.compile(r"[A-Za-z0-9 ,]{0,100}")
+END = "the end"  # as what the last scores are written down; no request is called so
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (
@@ -304,6 +308,8 @@ class Guard:
         if self._last[0] == whole:  # sent once more by a server that did not get the answer, or not yet
             return self._last[1]
         run, request = self._run(asked.text("run")), asked.text("request")
+        if request == END:
+            raise Refused("no request is called so: it is how the client names its own last scores")
         deployable, mechanism = self._allowed(run, asked)
         shared, each = asked.under("shared."), asked.under("each.")
         if shared.keys() & each.keys():
@@ -338,8 +344,8 @@ class Guard:
         weights = given.get("model", personal.get("model"))
         if isinstance(weights, Tensor):
             call = Call(run.proposal.client, given, None, personal)
-            ((_, reply),) = next(bench.perform(Job(evaluate, "the end", {}, [call])))
-            self._noted(run, "the end", "evaluate", reply.diagnostics)
+            ((_, reply),) = next(bench.perform(Job(evaluate, END, {}, [call])))
+            self._noted(run, END, "evaluate", reply.diagnostics)
             self._save_model(run, weights)
         with self.database:
             self.database.execute("UPDATE run SET state = 'finished' WHERE id = ?", (run.id,))
@@ -630,12 +636,12 @@ def status(folder: Path) -> dict[str, Any]:
                 total = found["spent"].setdefault(unit, {"epsilon": 0.0, "delta": 0.0})
                 total["epsilon"] += epsilon
                 total["delta"] += delta
-            scores = "SELECT name, value FROM diagnostic WHERE run = ? AND request = 'the end'"
+            scores = "SELECT name, value FROM diagnostic WHERE run = ? AND request = ?"
             found["runs"].append(
                 {
                     "run": name, "since": since, "state": state, "protects": unit, "epsilon": epsilon, "delta": delta,
                     "released": posted.get(number, 0), "accepted": planned.get(number, 0),
-                    "own_test": dict(database.execute(scores, (number,))),
+                    "own_test": dict(database.execute(scores, (number, END))),
                 }
             )  # fmt: skip
         refusals = "SELECT since, run, request, why FROM refusal ORDER BY rowid"

@@ -611,6 +611,9 @@ def test_the_end_leaves_the_model_with_the_client(personal: Server) -> None:
     assert run["state"] == "finished" and 0 <= run["own_test"]["accuracy"] <= 1 and run["own_test"]["n"] == 16
     assert personal.finish(model=torch.ones(PARAMETERS)) == Envelope("finished")  # the server's, where it has one
     assert torch.equal(torch.cat([value.flatten() for value in load_file(path).values()]), torch.ones(PARAMETERS))
+    last = status(personal.folder)["runs"][0]["own_test"]
+    is_refused(personal.ask("evaluate", None, "the end", shared_model=torch.zeros(PARAMETERS)), personal, "last scores")
+    assert status(personal.folder)["runs"][0]["own_test"] == last
     for wrong in (torch.zeros(3), torch.full((PARAMETERS,), math.nan), "x"):
         assert personal.finish(model=wrong).kind == "refused"
 
