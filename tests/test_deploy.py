@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 import stat
 import tomllib
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from fairveil.deploy.folders import init_client, init_server, renew_certificate,
 from fairveil.deploy.keys import certificate_mark, new_authority, public_key_mark
 from fairveil.deploy.submit import follow, submit_new
 from fairveil.errors import RunFault, UserError
+from fairveil.guard import Policy, read_client
 from fairveil.options import parse
 from fairveil.store import Store, hold
 
@@ -366,3 +368,14 @@ def test_the_example_declares_what_the_dataset_declares(tmp_path: Path) -> None:
     data = tomllib.loads((ROOT / "examples/federation/hospital.toml").read_text())["data"]
     assert parse(File, data["options"], "data.options").prepare == HeartDisease.COLUMNS
     assert load_config(ROOT / "examples/federation/heart.toml").data.dataset == "clients"
+
+
+def test_the_policy_in_the_document_is_the_one_that_is_written(client: Path) -> None:
+    shown = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/deployment.md").read_text(), re.DOTALL)
+    assert [tomllib.loads(block) for block in shown] == [tomllib.loads((client / "policy.toml").read_text())]
+
+
+def test_the_policy_that_is_written_is_the_default(client: Path) -> None:
+    """What is left out of the file means the same as what stands there."""
+    config, policy = read_client(client)
+    assert config.name == "north" and policy == Policy(epsilon=4.0, delta=1e-4)

@@ -409,7 +409,7 @@ def submit(
         submit_again(folder, server)
     else:
         folder = submit_new(config, settings or (), server, runs)
-        err.print(f"Submitted: {folder}", markup=False, soft_wrap=True)
+    err.print(f"{'Following' if resume else 'Submitted'}: {folder}", markup=False, emoji=False, soft_wrap=True)
     try:
         with RoundBar() as bar:
             result = follow(folder, server, bar.count)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from fairveil.deploy.folders import init_client, init_server
@@ -120,11 +122,18 @@ def server(tmp_path: Path, port: int) -> Path:
 
 @pytest.fixture
 def make_client(tmp_path: Path, port: int, server: Path) -> Callable[[str], Path]:
-    """The folder of a client of that server, which does not know it yet."""
+    """The folder of a client with 100 records of its own; the server does not know it yet."""
 
     def make(name: str) -> Path:
         folder = tmp_path / name
         init_client(folder, name, f"localhost:{port}", server / "ca.crt")
+        random = np.random.default_rng(sum(name.encode()))
+        x = random.uniform(-1, 1, (100, 3))
+        pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "c": x[:, 2], "y": (x.sum(1) > 0).astype(int)}).to_csv(
+            folder / "records.csv", index=False
+        )
+        policy = (folder / "policy.toml").read_text()
+        (folder / "policy.toml").write_text(policy.replace("delta = 1e-4", "delta = 1e-3"))
         return folder
 
     return make
