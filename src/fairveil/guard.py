@@ -18,7 +18,8 @@ Privacy with Adaptive Privacy-Loss Parameters", 2023); the tighter price of all 
 the same reason a run that ends early keeps its whole price, from its first release on: when to stop may depend on what
 was seen. Within a run a server chooses the order, but not the multiset, and the price does not depend on the order.
 Neighbours are as in the policy. The budget is for the records of this folder, whatever is added to or taken from them
-later.
+later. A run that protects whole clients by noise of the server (`trust = "server"`) counts with the price of what is
+published, as the server has it; from the server itself nothing is hidden but what the bound cuts off.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from fairveil.plugins import load_object
 from fairveil.privacy.accounting import Adjacency, price
 from fairveil.privacy.ledger import Entry, Ledger
 from fairveil.privacy.mechanisms import CohortSums, Mechanism, canonical, events_of, from_canonical
+from fairveil.privacy.moments import LEAST_DEVIATION
 from fairveil.privacy.release import Kept, Plain, Release, Reply, Share, digest_values
 from fairveil.provenance import versions
 from fairveil.remote import DEPLOYABLE, Deployable, Envelope, Malformed, check_finite
@@ -66,7 +68,7 @@ from fairveil.store import hold, write_whole
 from fairveil.streams import Stream
 from fairveil.tasks import evaluate
 
-TASKS = ["local_update", "choose_model", "release_moments", "evaluate"]  # that need trust in nobody
+TASKS = ["local_update", "choose_model", "release_moments"]  # that need trust in nobody
 BOUNDS = ("clip_norm", "bound")  # fields of mechanisms
 LEAST_BOUND = 1e-9  # far above the least numbers of float32, which are rounded by up to their own size
 LONGEST = 1000  # letters of a refusal
@@ -285,7 +287,7 @@ class Guard:
         releases = self._checked(proposal)
         self._bench(name, proposal)  # it can be built
         found = price(events_of(releases), proposal.delta, adjacency=self.policy.adjacency)
-        self._within_budget(found.epsilon, proposal.delta, proposal.unit)
+        self._within_budget(found.epsilon, proposal.delta)
         with self.database:
             cursor = self.database.execute(
                 "INSERT INTO run (name, proposal, fingerprint, adjacency, epsilon, delta, state, since) "
@@ -371,15 +373,17 @@ class Guard:
                     raise Refused(
                         f"a noise multiplier of {value:g}: the policy asks for {self.policy.smallest_noise:g}"
                     )
+                if name == "expected_batch" and not value >= 1:  # steps would be as long as a server likes
+                    raise Refused(f"an expected batch of {value:g} records")
                 if name in BOUNDS and not LEAST_BOUND <= value <= self.policy.largest_clip:
                     raise Refused(f"a {name} of {value:g}: the policy allows {self.policy.largest_clip:g}")
             releases[mechanism] = count
         return releases
 
-    def _within_budget(self, epsilon: float, delta: float, unit: str) -> None:
-        """Whether a run may begin: what was begun before and this one, added up, for each unit of privacy."""
-        query = "SELECT epsilon, delta, proposal FROM run WHERE id IN (SELECT DISTINCT unit FROM ledger)"
-        begun = [(e, d) for e, d, text in self.database.execute(query) if Proposal.read(text).unit == unit]
+    def _within_budget(self, epsilon: float, delta: float) -> None:
+        """Whether a run may begin: what was begun before and this one, added up, whatever each of them protects."""
+        query = "SELECT epsilon, delta FROM run WHERE id IN (SELECT DISTINCT unit FROM ledger)"
+        begun = self.database.execute(query).fetchall()
         total = math.fsum([epsilon, *(e for e, _ in begun)]), math.fsum([delta, *(d for _, d in begun)])
         limits = self.policy.epsilon, self.policy.delta
         for what, spent, limit, new in zip(("epsilon", "delta"), total, limits, (epsilon, delta), strict=True):
@@ -421,7 +425,7 @@ class Guard:
         # with its first release a run begins to cost: others may have begun since it was accepted
         epsilon, delta = self.database.execute("SELECT epsilon, delta FROM run WHERE id = ?", (run.id,)).fetchone()
         more = 0.0 if posted else 1.0
-        self._within_budget(more * epsilon, more * delta, run.proposal.unit)
+        self._within_budget(more * epsilon, more * delta)
 
     # ---- what is done ------------------------------------------------------------------------------
 
@@ -506,8 +510,9 @@ class Guard:
         if not right or not mean.dtype == deviation.dtype == torch.float64:
             raise Refused("scales of the wrong shape or type")
         check_finite(given)
-        if not (deviation > 0).all():
-            raise Refused("a deviation that is not positive")
+        # what `mean_and_deviation` gives; with others features would be so large that rounding breaks the clip
+        if not (mean.abs() <= 1).all() or not ((deviation >= LEAST_DEVIATION) & (deviation <= 1)).all():
+            raise Refused("scales that no statistics give")
         scales = mean.numpy(), deviation.numpy()
         if run.standardised is None:
             with self.database:
@@ -618,7 +623,7 @@ def status(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": config.name, "server": config.server,
         "policy": {"epsilon": policy.epsilon, "delta": policy.delta, "trust": policy.trust},
-        "spent": {}, "runs": [], "refusals": [],
+        "spent": {"epsilon": 0.0, "delta": 0.0}, "runs": [], "refusals": [],
     }  # fmt: skip
     path = folder / "ledger.sqlite"
     if not path.exists():
@@ -633,9 +638,8 @@ def status(folder: Path) -> dict[str, Any]:
         for number, name, text, epsilon, delta, state, since in database.execute(query):
             unit = Proposal.read(text).unit
             if number in posted:
-                total = found["spent"].setdefault(unit, {"epsilon": 0.0, "delta": 0.0})
-                total["epsilon"] += epsilon
-                total["delta"] += delta
+                found["spent"]["epsilon"] += epsilon
+                found["spent"]["delta"] += delta
             scores = "SELECT name, value FROM diagnostic WHERE run = ? AND request = ?"
             found["runs"].append(
                 {

@@ -21,6 +21,7 @@ from fairveil.privacy.release import Plain
 from fairveil.session import Task
 
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
+LARGEST = 1e3  # of an input: with weights of 1e8 rounding alone moves a sum of clipped gradients beyond its bound
 
 
 class Malformed(Exception):
@@ -84,7 +85,7 @@ class Deployable:
     prepares: bool
 
     def check(self, given: Mapping[str, Plain], parameters: int) -> None:
-        """Whether these inputs are what the task takes, all of them finite.
+        """Whether these inputs are what the task takes, all numbers within ±LARGEST.
 
         Raises:
             Malformed: they are not, and why.
@@ -108,6 +109,13 @@ class Deployable:
             elif type(value) is not wanted:
                 raise Malformed(f"the input {name!r} must be a {wanted.__name__}, not a {type(value).__name__}")
         check_finite(given)
+        for name, value in given.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                largest = float(value.abs().max())
+            else:
+                largest = abs(value) if isinstance(value, float) else 0.0
+            if largest > LARGEST:
+                raise Malformed(f"the input {name!r} holds {largest:g}, beyond {LARGEST:g}")
 
 
 def check_finite(values: Mapping[str, Plain]) -> None:

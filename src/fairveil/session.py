@@ -8,7 +8,7 @@ is a type error.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, cast
 
@@ -239,7 +239,12 @@ class Session:
             raise PrivacyError("single clients release nothing here: the plan protects whole clients, see Session.sum")
         mechanisms = [mechanism(self.terms[int(i)]) if mechanism else None for i in clients]
         job = self._job("ask", task, clients, mechanisms, shared or {}, each or {})
-        replies = dict(self._engine.run(job))
+        # one that was answered before, by all or by some, is answered by the same now: later requests depend on whom
+        before = self._ledger.units(job.request)
+        again = [call for call in job.calls if call.client in before] if before else job.calls
+        replies = dict(self._engine.run(replace(job, calls=again)))
+        if before - replies.keys():
+            raise RunFault(f"{job.request} was answered before by clients that do not answer now: {before}")
         answered = [call for call in job.calls if call.client in replies]
         outs = [replies[call.client].out for call in answered]
         values = dict(zip((call.client for call in answered), self._checked(job, answered, outs), strict=True))

@@ -148,10 +148,7 @@ def print_deployment(found: dict[str, Any]) -> None:
         lines = [
             f"Client {found['name']} of {found['server']}: {running}.",
             f"Allowed: epsilon {policy['epsilon']:g}, delta {policy['delta']:g}; trusts {policy['trust']}.",
-            *(
-                f"Spent, for each {unit}: epsilon {spent['epsilon']:.4f}, delta {spent['delta']:g}."
-                for unit, spent in found["spent"].items()
-            ),
+            f"Spent: epsilon {found['spent']['epsilon']:.4f}, delta {found['spent']['delta']:g}.",
         ]
         tables = {"Runs": [_own_run(run) for run in found["runs"]], "Refusals": found["refusals"]}
     for line in lines:

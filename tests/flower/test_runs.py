@@ -235,7 +235,7 @@ def test_a_malicious_server_gets_nothing(federation: Federation) -> None:
     run = after["runs"][-1]
     assert run["run"] == "0" * 32 and run["released"] == 2 == run["accepted"]
     assert len(after["refusals"]) - len(before["refusals"]) == len(answers) - len(fair)
-    assert after["spent"]["record"]["epsilon"] == pytest.approx(before["spent"]["record"]["epsilon"] + run["epsilon"])
+    assert after["spent"]["epsilon"] == pytest.approx(before["spent"]["epsilon"] + run["epsilon"])
     log = (victim / "join.log").read_text()
     assert all(refusal["why"] in log for refusal in after["refusals"])
 

@@ -74,7 +74,7 @@ def test_a_run_goes_on_through_whatever_happens_and_is_paid_once(
         found = status(start, client)
         (run,) = found["runs"]
         assert (run["state"], run["released"], run["accepted"]) == ("finished", 40, 40)
-        assert 2.9 < found["spent"]["record"]["epsilon"] <= 3.0 and found["refusals"] == []
+        assert 2.9 < found["spent"]["epsilon"] <= 3.0 and found["refusals"] == []
 
     again = start("submit", str(config), *places)  # 3 and 3 are more than the 4 that each allows
     assert again.process.wait(120) != 0 and "Traceback" not in again.said, again.said

@@ -121,6 +121,10 @@ class Ledger:
         query = "SELECT unit, request, what, digest, reply FROM ledger JOIN mechanism ON id = mechanism"
         return sorted(self.database.execute(query))
 
+    def units(self, request: str) -> set[int]:
+        """Who has answered a request."""
+        return set(self._answered(request))
+
     def answered(self, request: str, unit: int) -> tuple[str, bytes, bytes] | None:
         """What a unit has released upon a request: mechanism in canonical form, digests of the inputs and the reply."""
         query = "SELECT what, digest, reply FROM ledger JOIN mechanism ON id = mechanism WHERE request = ? AND unit = ?"
