@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
+LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec it would be too late
 
 
 def start(
@@ -43,19 +44,23 @@ def start(
     return process, ours
 
 
+def die_with_parent() -> None:
+    """Let the system kill this process when the one that started it has ended, however it ended."""
+    LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def keep_memory() -> None:
     """Let freed memory stay with this process. Otherwise every training step gives its large tensors back to the system
     and gets them again page by page, each page cleared: up to half of the time that a step of a small model takes.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # of the GNU library
-        libc.mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: what is larger is still mapped and given back
-        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+    if hasattr(LIBC, "mallopt"):  # of the GNU library
+        LIBC.mallopt(-3, 1 << 25)  # M_MMAP_THRESHOLD: what is larger is still mapped and given back
+        LIBC.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
 
 
 def end_with_parent() -> None:
     """However the parent ends (by kill -9, say), its fork server ends with it, and this process with that."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The fork server ends when nobody holds this descriptor any more; its own children must not.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ def status(start: Start, folder: Path) -> dict[str, Any]:
 
 
 def test_a_run_goes_on_through_whatever_happens_and_is_paid_once(
-    start: Start, server: Path, make_client: Callable[[str], Path], tmp_path: Path
+    start: Start, server: Path, make_client: Callable[[str], Path], tmp_path: Path, gone_within: Callable[..., float]
 ) -> None:
     clients = [make_client(name) for name in ("north", "south")]
     keys = [part for client in clients for part in ("--allow", str(client / f"{client.name}.pub"))]
@@ -59,7 +59,10 @@ def test_a_run_goes_on_through_whatever_happens_and_is_paid_once(
     following = start("submit", str(folder), *places, "--resume")
     following.wait_for("Following")
     wait_for_rounds(folder.parent, 5, following.process)
+    family = serving.family()
+    assert len(family) == 4  # serve, SuperLink, SuperExec, the run's process
     serving.end(signal.SIGKILL)
+    gone_within(family, 20)
     assert following.process.wait(60) == 1 and "Traceback" not in following.said
 
     serving = start("serve", str(server))

@@ -131,7 +131,7 @@ class _Supervisor:
             return (
                 f"{self.server} does not admit this client: it does not know the key "
                 f"{public_key_mark(self.folder / f'{self.name}.pub')},\n"
-                "  or still takes the client for present, as it does for a minute after a crash.\n"
+                "  or still takes the client for present, as it does for half a minute after a crash.\n"
                 f"  Send {self.folder}/{self.name}.pub to the server's keeper, if that was not done."
             )
         told = re.search(r"Exit Code: \d+\n(.*?)(\n\n|$)", said, re.DOTALL)

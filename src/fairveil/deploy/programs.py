@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from fairveil.errors import RunFault, UserError
+from fairveil.processes import die_with_parent
 
 PATIENCE = 10.0  # seconds for a program to end by itself, before it is killed
-LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec it would be too late
 
 Tell = Callable[[str], None]
 
@@ -63,7 +62,7 @@ class Program:
         parent = os.getpid()
 
         def begin() -> None:
-            LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            die_with_parent()
             if os.getppid() != parent:  # it is dead already
                 os._exit(1)
 
