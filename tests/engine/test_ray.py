@@ -155,13 +155,14 @@ def test_without_ray(federation: Federation, monkeypatch: pytest.MonkeyPatch) ->
         RayEngine(federation, ModelSpec("logistic", federation.features, federation.classes), root="a run")
 
 
-def test_a_cluster_that_is_not_there(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so, and starts none instead."""
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1:1", "ray://127.0.0.1:1", "ray://no port"])
+def test_a_cluster_that_is_not_there(federation: Federation, address: str) -> None:
+    """It says so, soon, and starts none instead."""
     spec = ModelSpec("logistic", federation.features, federation.classes)
     threads = torch.get_num_threads()
     with (
-        pytest.raises(UserError, match=r"engine.address = 'auto' cannot be reached"),
-        RayEngine(federation, spec, root="a run", address="auto"),
+        pytest.raises(UserError, match=f"engine.address = '{address}' cannot be reached"),
+        RayEngine(federation, spec, root="a run", address=address),
     ):
         raise AssertionError
     assert torch.get_num_threads() == threads

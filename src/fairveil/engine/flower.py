@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 LOOK = 0.1  # seconds between looks at a queue; Flower has 3 for messages and 0.5 for replies
 ROLL_CALL = 1.0  # seconds between looks at who is there
+REACH = 10.0  # seconds for the first machine of a cluster to answer
 LEAVE = 10.0  # seconds for Flower's threads to end: they look up once a second
 SOON = 0.005  # seconds between looks at a queue of this process; Flower has 0.1
 MESSAGE = 1 << 28  # bytes that a message in a simulation may have, about
@@ -485,12 +487,15 @@ def _ray(address: str | None, cores: int) -> Iterator[int]:
         options["_temp_dir"] = own  # short, as the names of sockets must be; records may lie in it
     try:
         try:
+            if address and ":" in address:  # Ray tries for minutes to reach one that is not there
+                host, _, port = address.removeprefix("ray://").rpartition(":")
+                socket.create_connection((host, int(port)), REACH).close()
             with _own_signals(hold=not address):
                 # what happens on the cluster it would print on standard output
                 cast(Any, ray)._private.worker.print_to_stdstream = lambda data, **_: log.info("%s", data.get("lines"))
                 # "local", or it would join a cluster that happens to be there
                 ray.init(address or "local", logging_level=logging.ERROR, log_to_driver=False, **options)
-        except (ConnectionError, ValueError) as error:
+        except (OSError, ValueError) as error:  # ConnectionError is one
             raise UserError(
                 f"engine.address = {address!r} cannot be reached." if address else "Ray cannot be started here.",
                 f"{error}",
