@@ -525,25 +525,26 @@ def _cores() -> int:
 
 @contextmanager
 def _own_signals(*, hold: bool) -> Iterator[None]:
-    """SIGTERM does afterwards what it did before: Ray has a handler of its own for it.
+    """Signals do afterwards what they did before: Ray has a handler of its own for SIGTERM.
 
     Args:
-        hold: Ctrl-C waits until this is over: a Ray that is half started or stopped leaves processes behind.
+        hold: Ctrl-C and SIGTERM (Ctrl-C in a sweep) wait until this is over: a Ray that is half started or stopped
+            leaves processes behind.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    pressed: list[int] = []
-    interrupt, terminate = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    if hold:
-        signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before if hold else ():
+        signal.signal(number, lambda number, frame: came.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, terminate)
-        signal.signal(signal.SIGINT, interrupt)
-    if pressed and callable(interrupt):
-        interrupt(signal.SIGINT, None)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for late in dict.fromkeys(came):
+        signal.raise_signal(late)
 
 
 class _Simulation:
