@@ -72,12 +72,14 @@ ALGORITHMS: dict[str, Mapping[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_same_run(small: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
+@pytest.mark.parametrize(("name", "workers"), [("r-dpcfl", 2), ("dp-fedavg", 1)])
+def test_the_same_run(
+    small: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, workers: int
+) -> None:
     """Ledger, metrics, models and checkpoints; and not a word from Ray or Flower."""
     small["algorithm"] = ALGORITHMS[name]
     for kind in ("local", "ray"):
-        small["engine"] = {"kind": kind, "workers": 2}
+        small["engine"] = {"kind": kind, "workers": workers}
         run_in(make_config(small), tmp_path / kind)
         assert capfd.readouterr() == ("", "")
     expected = tables(tmp_path / "local")
