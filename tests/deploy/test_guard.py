@@ -696,7 +696,7 @@ def test_no_input_is_so_large_that_rounding_breaks_the_clip(server: Server) -> N
 
     assert moved(1e8) > 2
     assert moved(LARGEST) < 1 and moved(10 * LARGEST) < 1
-    server.propose()
+    server.propose((TRAINING, 1))
     is_refused(server.train(shared_model=torch.full((PARAMETERS,), 1e8)), server, "beyond 1000")
     is_refused(server.train(shared_learning_rate=1e8), server, "beyond 1000")
     is_refused(server.of("f" * 32).propose((replace(TRAINING, expected_batch=1e-9), 1)), server, "expected batch")
