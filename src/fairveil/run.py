@@ -18,8 +18,8 @@ import numpy as np
 from fairveil.config import RunConfig, load_config
 from fairveil.data.federation import Federation
 from fairveil.engine.blocks import best_block
-from fairveil.engine.flower import RayEngine
 from fairveil.engine.local import LocalEngine
+from fairveil.engine.ray import RayEngine
 from fairveil.errors import PrivacyError, RunFault, UserError
 from fairveil.evaluation import cost_scores, save_confusion, scores_of
 from fairveil.fairness import Summary, fairness_symbol, group_differences

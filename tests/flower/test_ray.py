@@ -17,8 +17,8 @@ import torch
 from fairveil.config import make_config
 from fairveil.data.federation import Federation
 from fairveil.engine import flower
-from fairveil.engine.flower import RayEngine
 from fairveil.engine.local import LocalEngine
+from fairveil.engine.ray import RayEngine
 from fairveil.errors import RunFault, UserError
 from fairveil.models import ModelSpec
 from fairveil.privacy.release import Kept, Public, Reply
