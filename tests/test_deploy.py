@@ -26,7 +26,7 @@ from fairveil.deploy.folders import init_client, init_server, renew_certificate,
 from fairveil.deploy.keys import certificate_mark, new_authority, public_key_mark
 from fairveil.deploy.submit import follow, submit_new
 from fairveil.errors import RunFault, UserError
-from fairveil.guard import Policy, read_client
+from fairveil.guard.policy import Policy, read_client
 from fairveil.options import parse
 from fairveil.store import Store, hold
 

@@ -564,7 +564,7 @@ def test_a_crash_between_state_and_ledger_changes_nothing(personal: Server, monk
     def crash(*_: Any, **__: Any) -> None:
         raise Crash
 
-    for place in ("fairveil.guard.write_whole", "fairveil.privacy.ledger.Ledger.post"):
+    for place in ("fairveil.guard.personal.write_whole", "fairveil.privacy.ledger.Ledger.post"):
         with monkeypatch.context() as patch, pytest.raises(Crash):
             patch.setattr(place, crash)
             one_round(personal, 2)

@@ -32,33 +32,32 @@ import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
-from pydantic import Field
-from safetensors import safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
 import fairveil.algorithms  # noqa: F401 (for the tasks)
-from fairveil.config import DataConfig, Section, read_toml
 from fairveil.data.datasets import build_federation
 from fairveil.data.federation import ClientData, Federation, Source, Standardised, fingerprint, nominal_sizes
 from fairveil.engine.local import Bench
 from fairveil.errors import PrivacyError, UserError
+from fairveil.guard.personal import Versions
+from fairveil.guard.policy import Proposal, Refused, checked, read_client
 from fairveil.models import MODELS, ModelSpec
-from fairveil.options import parse, shown
+from fairveil.options import shown
 from fairveil.plugins import load_object
-from fairveil.privacy.accounting import Adjacency, price
+from fairveil.privacy.accounting import price
 from fairveil.privacy.ledger import Entry, Ledger
-from fairveil.privacy.mechanisms import CohortSums, Mechanism, canonical, events_of, from_canonical
+from fairveil.privacy.mechanisms import Mechanism, canonical, events_of, from_canonical
 from fairveil.privacy.moments import LEAST_DEVIATION
 from fairveil.privacy.release import Kept, Plain, Release, Reply, Share, digest_values
 from fairveil.provenance import versions
@@ -68,9 +67,6 @@ from fairveil.store import hold, write_whole
 from fairveil.streams import Stream
 from fairveil.tasks import evaluate
 
-TASKS = ["local_update", "choose_model", "release_moments"]  # that need trust in nobody
-BOUNDS = ("clip_norm", "bound")  # fields of mechanisms
-LEAST_BOUND = 1e-9  # far above the least numbers of float32, which are rounded by up to their own size
 LONGEST = 1000  # letters of a refusal
 RUN, REQUEST = re.compile(r"[0-9a-f]{32}"), re.compile(r"[A-Za-z0-9 ,]{0,100}")
 END = "the end"  # as what the last scores are written down; no request is called so
@@ -92,84 +88,6 @@ CREATE TABLE IF NOT EXISTS diagnostic (
 log = logging.getLogger(__name__)
 
 
-class Policy(Section):
-    """What the owner of the records allows, whatever a server asks."""
-
-    epsilon: float = Field(gt=0, allow_inf_nan=False, examples=[4.0])
-    delta: float = Field(gt=0, lt=1, examples=[1e-4])
-    adjacency: Adjacency = "add-remove"
-    trust: Literal["nobody", "server"] = "nobody"  # whether bounded contributions may go to the server without noise
-    tasks: list[str] = TASKS
-    smallest_noise: float = Field(0.2, gt=0)  # multiplier
-    largest_clip: float = Field(10.0, gt=0)
-    largest_message: int = Field(100_000_000, gt=0)  # bytes
-    sizes: Literal["rounded", "public"] = "rounded"
-    plugins: list[str] = Field([])  # modules with tasks, or package.module:Class of models, that a server may name
-
-
-class OwnData(DataConfig):
-    """Which records are this client's."""
-
-    client: str = ""  # which one of the dataset, by name or number; empty: it holds a single one
-    seed: int = 0
-
-
-class ClientConfig(Section):
-    """Who this client is."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    server: str = Field(examples=["fl.example.org:9092"])
-    group: str = ""  # by which clients are compared
-    data: OwnData
-
-
-class Refused(Exception):
-    """A request that the guard does not answer, and why. The words go to the server."""
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """All that a run will ever ask of this client, as the server has put it."""
-
-    client: int  # its number in the run
-    unit: Literal["record", "client"]
-    delta: float
-    model: str
-    options: Mapping[str, Any]
-    releases: tuple[tuple[str, int], ...]  # mechanisms in canonical form, and how often
-
-    @classmethod
-    def read(cls, text: str) -> Proposal:
-        """From the text that travels.
-
-        Raises:
-            Malformed: it is not one.
-        """
-        try:
-            plain = json.loads(text)
-            releases = tuple((str(what), int(count)) for what, count in plain["releases"])
-            found = cls(
-                int(plain["client"]), plain["unit"], float(plain["delta"]), str(plain["model"]),
-                dict(plain["options"]), releases,
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise Malformed(f"not a proposal: {error}") from None
-        known = found.unit in ("record", "client") and 0 < found.delta < 1 and found.client >= 0
-        if not known or any(not 0 < count < 10**9 for _, count in releases) or len(dict(releases)) < len(releases):
-            raise Malformed("not a proposal: its numbers make no sense")
-        return found
-
-    def text(self) -> str:
-        """As it travels."""
-        return json.dumps(
-            {
-                "client": self.client, "unit": self.unit, "delta": self.delta, "model": self.model,
-                "options": dict(self.options), "releases": [list(pair) for pair in self.releases],
-            },
-            sort_keys=True,
-        )  # fmt: skip
-
-
 @dataclass
 class _Run:
     """A run that was accepted."""
@@ -178,6 +96,7 @@ class _Run:
     name: str
     proposal: Proposal
     bench: Bench  # with the records as they are
+    personal: Versions
     scales: tuple[np.ndarray, np.ndarray] | None = None
     standardised: Bench | None = None
 
@@ -284,7 +203,7 @@ class Guard:
             if row[0] != proposal.text():
                 raise Refused("this run was accepted with another proposal; what was accepted does not change")
             return self._accepted(name)
-        releases = self._checked(proposal)
+        releases = checked(proposal, self.policy)
         self._bench(name, proposal)  # it can be built
         found = price(events_of(releases), proposal.delta, adjacency=self.policy.adjacency)
         self._within_budget(found.epsilon, proposal.delta)
@@ -329,7 +248,7 @@ class Guard:
         # in this order: whatever is cut off, the same request finds what it found before
         self._noted(run, request, asked.text("task"), reply.diagnostics, (asked_for, version))
         if reply.keep is not None:
-            self._keep(run, version + 1, request, reply.keep)
+            run.personal.keep(version + 1, request, reply.keep)
         if mechanism is not None:
             self.ledger.post([Entry(run.id, request, mechanism, digest, digest_values(answer.values))])
         self._last = whole, answer
@@ -354,31 +273,6 @@ class Guard:
         return Envelope("finished")
 
     # ---- what is allowed ---------------------------------------------------------------------------
-
-    def _checked(self, proposal: Proposal) -> dict[Mechanism, int]:
-        """The mechanisms of a proposal, each within the policy."""
-        if proposal.unit == "client" and self.policy.trust != "server":
-            raise Refused("contributions without noise do not go to the server: the policy trusts nobody")
-        releases: dict[Mechanism, int] = {}
-        for text, count in proposal.releases:
-            mechanism = from_canonical(text)
-            if mechanism is None:
-                raise Refused("a mechanism that is not known here")
-            if isinstance(mechanism, CohortSums) is not (proposal.unit == "client"):
-                raise Refused(f"{mechanism.kind} does not go with privacy of each {proposal.unit}")
-            if getattr(mechanism, "adjacency", self.policy.adjacency) != self.policy.adjacency:
-                raise Refused(f"{mechanism.kind} is noised for another relation between neighbours than the policy's")
-            for name, value in _numbers(mechanism):
-                if name == "noise_multiplier" and not self.policy.smallest_noise <= value < math.inf:
-                    raise Refused(
-                        f"a noise multiplier of {value:g}: the policy asks for {self.policy.smallest_noise:g}"
-                    )
-                if name == "expected_batch" and not value >= 1:  # steps would be as long as a server likes
-                    raise Refused(f"an expected batch of {value:g} records")
-                if name in BOUNDS and not LEAST_BOUND <= value <= self.policy.largest_clip:
-                    raise Refused(f"a {name} of {value:g}: the policy allows {self.policy.largest_clip:g}")
-            releases[mechanism] = count
-        return releases
 
     def _within_budget(self, epsilon: float, delta: float) -> None:
         """Whether a run may begin: what was begun before and this one, added up, whatever each of them protects."""
@@ -456,8 +350,9 @@ class Guard:
             if mark != self.fingerprint:
                 raise Refused("the records have changed since this run was accepted; a new run can be proposed")
             proposal = Proposal.read(text)
-            self._checked(proposal)  # the policy may have become stricter since
-            run = self._runs[name] = _Run(number, name, proposal, self._bench(name, proposal))
+            checked(proposal, self.policy)  # the policy may have become stricter since
+            personal = Versions(self.folder / "personal" / str(number))
+            run = self._runs[name] = _Run(number, name, proposal, self._bench(name, proposal), personal)
             if scales is not None:
                 self._set_scales(run, *np.frombuffer(scales).reshape(2, -1))
         return self._runs[name]
@@ -530,10 +425,8 @@ class Guard:
         run.standardised = self._bench(run.name, run.proposal, source)
         return run.standardised
 
-    # ---- personal state ----------------------------------------------------------------------------
-
     def _personal(self, run: _Run, request: str = "", asked: bytes = b"") -> tuple[dict[str, Tensor], int]:
-        """The personal state, and the number of its version (0: there is none yet): the newest one.
+        """The personal state, and the number of its version: the newest one.
 
         A request that is asked again, since the server has gone back to its last checkpoint, finds the version from
         which it started the first time. With other inputs it is refused, also where nothing was released: what was
@@ -545,32 +438,8 @@ class Guard:
             raise Refused(
                 f"{request} was answered before with other inputs; two answers under one noise would give it away"
             )
-        versions = {int(path.stem): path for path in self._versions(run)}
-        number = before[1] if before else max(versions, default=0)
-        if number and number not in versions:
-            raise Refused(f"{request} was answered long ago: the personal state from before it is gone")
-        return load_file(versions[number]) if number else {}, number
-
-    def _keep(self, run: _Run, number: int, request: str, state: Mapping[str, Tensor]) -> None:
-        """Write a version, readable by its owner alone; those of the last two rounds stay, older ones go."""
-        folder = self.folder / "personal" / str(run.id)
-        for each in (folder.parent, folder):
-            each.mkdir(exist_ok=True, mode=0o700)
-        path = folder / f"{number:09d}.safetensors"
-        if path.exists() and _request(path) != request:
-            raise Refused("another request has changed the personal state since")
-        tensors = {name: value.clone().contiguous() for name, value in state.items()}
-        write_whole(path, save(tensors, {"request": request}), mode=0o600)
-        rounds: list[str] = []
-        for old in reversed(self._versions(run)):
-            of = _request(old).partition(",")[0]
-            if len(rounds) == 3:  # one more than two: the state before the older of them
-                old.unlink()
-            elif of not in rounds:
-                rounds.append(of)
-
-    def _versions(self, run: _Run) -> list[Path]:
-        return sorted((self.folder / "personal" / str(run.id)).glob("*.safetensors"))
+        number = before[1] if before else run.personal.newest
+        return run.personal.state(number), number
 
     def _save_model(self, run: _Run, weights: Tensor) -> None:
         """The model that serves this client, under its module's own names, with what is needed to use it."""
@@ -610,50 +479,6 @@ class _Own:
         return self.data
 
 
-def read_client(folder: Path) -> tuple[ClientConfig, Policy]:
-    """Who a client is and what it allows, from the two files in its folder."""
-    fix = "fairveil deploy init-client, which writes it"
-    config = parse(ClientConfig, read_toml(folder / "client.toml", fix))
-    return config, parse(Policy, read_toml(folder / "policy.toml", fix))
-
-
-def status(folder: Path) -> dict[str, Any]:
-    """What a client's ledger says, for its owner; another process may be using it."""
-    config, policy = read_client(folder)
-    found: dict[str, Any] = {
-        "name": config.name, "server": config.server,
-        "policy": {"epsilon": policy.epsilon, "delta": policy.delta, "trust": policy.trust},
-        "spent": {"epsilon": 0.0, "delta": 0.0}, "runs": [], "refusals": [],
-    }  # fmt: skip
-    path = folder / "ledger.sqlite"
-    if not path.exists():
-        return found
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
-        if not {"run", "refusal", "diagnostic", "ledger"} <= tables:
-            return found
-        posted = dict(database.execute("SELECT unit, COUNT(*) FROM ledger GROUP BY unit"))
-        planned = dict(database.execute("SELECT unit, SUM(count) FROM plan GROUP BY unit"))
-        query = "SELECT id, name, proposal, epsilon, delta, state, since FROM run ORDER BY id"
-        for number, name, text, epsilon, delta, state, since in database.execute(query):
-            unit = Proposal.read(text).unit
-            if number in posted:
-                found["spent"]["epsilon"] += epsilon
-                found["spent"]["delta"] += delta
-            scores = "SELECT name, value FROM diagnostic WHERE run = ? AND request = ?"
-            found["runs"].append(
-                {
-                    "run": name, "since": since, "state": state, "protects": unit, "epsilon": epsilon, "delta": delta,
-                    "released": posted.get(number, 0), "accepted": planned.get(number, 0),
-                    "own_test": dict(database.execute(scores, (number, END))),
-                }
-            )  # fmt: skip
-        refusals = "SELECT since, run, request, why FROM refusal ORDER BY rowid"
-        keys = ("since", "run", "request", "why")
-        found["refusals"] = [dict(zip(keys, row, strict=True)) for row in database.execute(refusals)]
-    return found
-
-
 def _answer(call: Call, reply: Reply) -> Envelope:
     """What leaves of a reply, if it is what was asked for."""
     out = reply.out
@@ -664,23 +489,6 @@ def _answer(call: Call, reply: Reply) -> Envelope:
     if isinstance(out, Share) and out.mechanism == call.mechanism:
         return Envelope("share", dict(out.value))
     raise RuntimeError(f"{type(out).__name__} is no answer by {call.mechanism}, or not as it was released")
-
-
-def _request(path: Path) -> str:
-    """By which a version of the personal state was made."""
-    with safe_open(path, framework="pt") as file:
-        return str(file.metadata()["request"])
-
-
-def _numbers(mechanism: Any) -> Iterator[tuple[str, float]]:
-    """All numbers among the fields of a mechanism and of its parts."""
-    for field in fields(mechanism):
-        value = getattr(mechanism, field.name)
-        for inner in value if isinstance(value, tuple) else [value]:
-            if is_dataclass(inner):
-                yield from _numbers(inner)
-            elif isinstance(inner, int | float):
-                yield field.name, float(inner)
 
 
 def _plain(words: object) -> str:

@@ -1,0 +1,146 @@
+"""What a client allows, what a server proposes, and whether one fits the other."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from fairveil.config import DataConfig, Section, read_toml
+from fairveil.options import parse
+from fairveil.privacy.accounting import Adjacency
+from fairveil.privacy.mechanisms import CohortSums, Mechanism, from_canonical
+from fairveil.remote import Malformed
+
+TASKS = ["local_update", "choose_model", "release_moments"]  # that need trust in nobody
+BOUNDS = ("clip_norm", "bound")  # fields of mechanisms
+LEAST_BOUND = 1e-9  # far above the least numbers of float32, which are rounded by up to their own size
+
+
+class Policy(Section):
+    """What the owner of the records allows, whatever a server asks."""
+
+    epsilon: float = Field(gt=0, allow_inf_nan=False, examples=[4.0])
+    delta: float = Field(gt=0, lt=1, examples=[1e-4])
+    adjacency: Adjacency = "add-remove"
+    trust: Literal["nobody", "server"] = "nobody"  # whether bounded contributions may go to the server without noise
+    tasks: list[str] = TASKS
+    smallest_noise: float = Field(0.2, gt=0)  # multiplier
+    largest_clip: float = Field(10.0, gt=0)
+    largest_message: int = Field(100_000_000, gt=0)  # bytes
+    sizes: Literal["rounded", "public"] = "rounded"
+    plugins: list[str] = Field([])  # modules with tasks, or package.module:Class of models, that a server may name
+
+
+class OwnData(DataConfig):
+    """Which records are this client's."""
+
+    client: str = ""  # which one of the dataset, by name or number; empty: it holds a single one
+    seed: int = 0
+
+
+class ClientConfig(Section):
+    """Who this client is."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    server: str = Field(examples=["fl.example.org:9092"])
+    group: str = ""  # by which clients are compared
+    data: OwnData
+
+
+def read_client(folder: Path) -> tuple[ClientConfig, Policy]:
+    """Who a client is and what it allows, from the two files in its folder."""
+    fix = "fairveil deploy init-client, which writes it"
+    config = parse(ClientConfig, read_toml(folder / "client.toml", fix))
+    return config, parse(Policy, read_toml(folder / "policy.toml", fix))
+
+
+class Refused(Exception):
+    """A request that the guard does not answer, and why. The words go to the server."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """All that a run will ever ask of this client, as the server has put it."""
+
+    client: int  # its number in the run
+    unit: Literal["record", "client"]
+    delta: float
+    model: str
+    options: Mapping[str, Any]
+    releases: tuple[tuple[str, int], ...]  # mechanisms in canonical form, and how often
+
+    @classmethod
+    def read(cls, text: str) -> Proposal:
+        """From the text that travels.
+
+        Raises:
+            Malformed: it is not one.
+        """
+        try:
+            plain = json.loads(text)
+            releases = tuple((str(what), int(count)) for what, count in plain["releases"])
+            found = cls(
+                int(plain["client"]), plain["unit"], float(plain["delta"]), str(plain["model"]),
+                dict(plain["options"]), releases,
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise Malformed(f"not a proposal: {error}") from None
+        known = found.unit in ("record", "client") and 0 < found.delta < 1 and found.client >= 0
+        if not known or any(not 0 < count < 10**9 for _, count in releases) or len(dict(releases)) < len(releases):
+            raise Malformed("not a proposal: its numbers make no sense")
+        return found
+
+    def text(self) -> str:
+        """As it travels."""
+        return json.dumps(
+            {
+                "client": self.client, "unit": self.unit, "delta": self.delta, "model": self.model,
+                "options": dict(self.options), "releases": [list(pair) for pair in self.releases],
+            },
+            sort_keys=True,
+        )  # fmt: skip
+
+
+def checked(proposal: Proposal, policy: Policy) -> dict[Mechanism, int]:
+    """The mechanisms of a proposal and how often, each within the policy.
+
+    Raises:
+        Refused: one of them is not.
+    """
+    if proposal.unit == "client" and policy.trust != "server":
+        raise Refused("contributions without noise do not go to the server: the policy trusts nobody")
+    releases: dict[Mechanism, int] = {}
+    for text, count in proposal.releases:
+        mechanism = from_canonical(text)
+        if mechanism is None:
+            raise Refused("a mechanism that is not known here")
+        if isinstance(mechanism, CohortSums) is not (proposal.unit == "client"):
+            raise Refused(f"{mechanism.kind} does not go with privacy of each {proposal.unit}")
+        if getattr(mechanism, "adjacency", policy.adjacency) != policy.adjacency:
+            raise Refused(f"{mechanism.kind} is noised for another relation between neighbours than the policy's")
+        for name, value in _numbers(mechanism):
+            if name == "noise_multiplier" and not policy.smallest_noise <= value < math.inf:
+                raise Refused(f"a noise multiplier of {value:g}: the policy asks for {policy.smallest_noise:g}")
+            if name == "expected_batch" and not value >= 1:  # steps would be as long as a server likes
+                raise Refused(f"an expected batch of {value:g} records")
+            if name in BOUNDS and not LEAST_BOUND <= value <= policy.largest_clip:
+                raise Refused(f"a {name} of {value:g}: the policy allows {policy.largest_clip:g}")
+        releases[mechanism] = count
+    return releases
+
+
+def _numbers(mechanism: Any) -> Iterator[tuple[str, float]]:
+    """All numbers among the fields of a mechanism and of its parts."""
+    for field in fields(mechanism):
+        value = getattr(mechanism, field.name)
+        for inner in value if isinstance(value, tuple) else [value]:
+            if is_dataclass(inner):
+                yield from _numbers(inner)
+            elif isinstance(inner, int | float):
+                yield field.name, float(inner)
