@@ -38,14 +38,10 @@ clientapp = "fairveil_app:client"
 folder = ""
 """
 
-# When a SuperLink is killed, Flower's process for the app is told to end and may wait for its dead server for ever,
-# holding the run folder: the system ends it.
 CODE = """\
 from fairveil.deploy.federation import main
 from fairveil.engine.flower import client_app, server_app
-from fairveil.processes import die_with_parent
 
-die_with_parent()
 app = server_app(main)
 client = client_app()
 """

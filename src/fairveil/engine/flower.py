@@ -29,6 +29,7 @@ from fairveil.data.federation import Federation, Standardised
 from fairveil.errors import RunFault
 from fairveil.privacy.mechanisms import ClientMechanism, CohortSums, canonical
 from fairveil.privacy.release import MINT, Kept, Plain, Release, Reply, Share
+from fairveil.processes import die_with_parent
 from fairveil.remote import DTYPES, Envelope, Malformed, check_finite, check_release, name_of
 from fairveil.session import Call, Job, Pick
 
@@ -322,6 +323,9 @@ def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
 
     @app.main()
     def started(grid: Grid, context: Context) -> None:
+        # Told to end after a kill of its SuperLink, Flower's process may wait for its dead server for ever, and hold the
+        # run folder: the system ends it.
+        die_with_parent()
         _fetch_briskly()
         main(grid, context.run_config)
 
