@@ -323,8 +323,8 @@ def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
 
     @app.main()
     def started(grid: Grid, context: Context) -> None:
-        # Told to end after a kill of its SuperLink, Flower's process may wait for its dead server for ever, and hold the
-        # run folder: the system ends it.
+        # Told to end after its SuperLink was killed, Flower's process may wait for the dead for ever, and hold the run
+        # folder: the system ends it.
         die_with_parent()
         _fetch_briskly()
         main(grid, context.run_config)
