@@ -68,7 +68,7 @@ def main(grid, config):
         "a diagnostics request": Envelope("diagnostics", {"run": RUN, "request": "round 1, ask 1"}),
         "an evaluation": Envelope(
             "task",
-            {"run": RUN, "request": "round 2, ask 1", "task": "evaluate", "mechanism": "",
+            {"run": RUN, "request": "round 2, ask 2", "task": "evaluate", "mechanism": "",
              "shared.model": torch.zeros(PARAMETERS)},
         ),
         "the second round": asked("round 2, ask 1"),
