@@ -1,4 +1,5 @@
-"""What a round costs on a federation before any work: `python -m benchmarks.federation [--rounds N] [--out FILE]`.
+"""What a round costs on a federation before any work: `python -m benchmarks.federation [--rounds N] [--out FILE]
+[--ways ...]`.
 
 Three clients on this machine, TLS, node keys, 650 parameters (logistic regression on digits). Four ways, each with its
 own SuperLink and SuperNodes:
@@ -227,12 +228,13 @@ def _reached(port: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--out", type=Path, default=RESULTS / "federation-overhead.csv")
     given = parser.parse_args()
     os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
     say(f"others use {busy():.0%} of the machine")
     rows = []
-    for way in WAYS:
+    for way in given.ways:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             federation = Federation(Path(folder), way, stack)
             federation.start()

@@ -14,12 +14,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairveil.engine.flower import packed, unpacked
+from fairveil.engine.flower import SMALL, packed, unpacked
 from fairveil.privacy.release import Plain, digest_values
 from fairveil.remote import DTYPES, Envelope, Malformed
 
 HEADER = "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }"
 KIND = ConfigRecord({"kind": "task"})
+LARGE = SMALL // 4 + 1  # numbers of an array that travels by itself
 
 
 def through(envelope: Envelope) -> Envelope:
@@ -54,6 +55,19 @@ def test_tensors_arrive_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) 
     assert arrived.kind == "task" and same(arrived.values["it"], value)
 
 
+def test_large_tensors_travel_by_themselves() -> None:
+    values: dict[str, Plain] = {
+        "large": torch.randn(LARGE),
+        "small": torch.randn(3),
+        "text": "it",
+        "same": torch.ones(2),
+    }
+    records = packed(Envelope("task", values))
+    assert list(records["arrays"]) == ["large"]  # type: ignore[arg-type]
+    arrived = through(Envelope("task", values)).values
+    assert arrived.keys() == values.keys() and all(same(arrived[name], value) for name, value in values.items())
+
+
 def test_tensors_that_lie_in_pieces_arrive_whole() -> None:
     whole = torch.arange(12.0).view(3, 4)
     for value in (whole.T, whole[:, 1], whole[::2], whole.expand(2, 3, 4)):
@@ -75,10 +89,11 @@ def test_plain_values_arrive_with_their_types(kind: str, values: dict[str, Plain
 # ---- what is no envelope ---------------------------------------------------------------------------
 
 
-def holding(data: bytes, stype: str = "numpy.ndarray") -> RecordDict:
-    """An envelope with one array of these bytes."""
-    array = Array(dtype="float32", shape=(1,), stype=stype, data=data)
-    return RecordDict({"kind": KIND, "plain": ConfigRecord({}), "arrays": ArrayRecord({"it": array})})
+def holding(data: bytes) -> list[RecordDict]:
+    """Envelopes with one array of these bytes, with the plain values or by itself."""
+    array = Array(dtype="float32", shape=(1,), stype="numpy.ndarray", data=data)
+    inside = ConfigRecord({"kind": "task", "@it": data})
+    return [RecordDict({"envelope": inside}), RecordDict({"envelope": KIND, "arrays": ArrayRecord({"it": array})})]
 
 
 def npy(header: str, data: bytes = b"\0\0\0\0", version: bytes = b"\x01\x00") -> bytes:
@@ -136,13 +151,15 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_arrays_that_are_not_plain_numbers_are_refused(what: str) -> None:
-    with pytest.raises(Malformed, match="array 'it'"):
-        unpacked(holding(HOSTILE[what]))
+    for records in holding(HOSTILE[what]):
+        with pytest.raises(Malformed, match="array 'it'"):
+            unpacked(records)
 
 
 def test_an_array_of_another_library_is_refused() -> None:
+    array = Array(dtype="float32", shape=(1,), stype="torch.Tensor", data=npy(HEADER))
     with pytest.raises(Malformed, match="cannot be read"):
-        unpacked(holding(npy(HEADER), stype="torch.Tensor"))
+        unpacked(RecordDict({"envelope": KIND, "arrays": ArrayRecord({"it": array})}))
 
 
 @settings(max_examples=150, deadline=None)
@@ -151,23 +168,27 @@ def test_no_bytes_whatever_do_more_than_be_refused(data: bytes, at: int, cut: in
     """Nor those of an array with some of them overwritten."""
     whole = npy(HEADER)
     for hostile in (data, whole[:at] + data + whole[at + cut :]):
-        try:
-            arrived = unpacked(holding(hostile)).values["it"]
-        except Malformed:
-            continue
-        assert isinstance(arrived, torch.Tensor) and arrived.dtype in DTYPES and arrived.nbytes <= len(hostile)
+        for records in holding(hostile):
+            try:
+                arrived = unpacked(records).values["it"]
+            except Malformed:
+                continue
+            assert isinstance(arrived, torch.Tensor) and arrived.dtype in DTYPES and arrived.nbytes <= len(hostile)
 
 
 NO_ENVELOPES = {
     "empty": {},
-    "a record more": {"kind": KIND, "plain": ConfigRecord({}), "arrays": ArrayRecord({}), "more": ConfigRecord({})},
-    "a record less": {"kind": KIND, "plain": ConfigRecord({})},
-    "metrics for plain values": {"kind": KIND, "plain": MetricRecord({"loss": 1.0}), "arrays": ArrayRecord({})},
-    "values for arrays": {"kind": KIND, "plain": ConfigRecord({}), "arrays": ConfigRecord({})},
-    "no word": {"kind": ConfigRecord({}), "plain": ConfigRecord({}), "arrays": ArrayRecord({})},
-    "a number for a word": {"kind": ConfigRecord({"kind": 3}), "plain": ConfigRecord({}), "arrays": ArrayRecord({})},
-    "bytes": {"kind": KIND, "plain": ConfigRecord({"it": b"x"}), "arrays": ArrayRecord({})},
-    "a list": {"kind": KIND, "plain": ConfigRecord({"it": [1.0]}), "arrays": ArrayRecord({})},
+    "a record more": {"envelope": KIND, "arrays": ArrayRecord({}), "more": ConfigRecord({})},
+    "a record less": {"arrays": ArrayRecord({})},
+    "metrics for plain values": {"envelope": MetricRecord({"kind": 1.0})},
+    "values for arrays": {"envelope": KIND, "arrays": ConfigRecord({})},
+    "no word": {"envelope": ConfigRecord({})},
+    "a number for a word": {"envelope": ConfigRecord({"kind": 3})},
+    "bytes for a value": {"envelope": ConfigRecord({"kind": "task", "=it": b"x"})},
+    "a value for bytes": {"envelope": ConfigRecord({"kind": "task", "@it": 1})},
+    "a list": {"envelope": ConfigRecord({"kind": "task", "=it": [1.0]})},
+    "no mark": {"envelope": ConfigRecord({"kind": "task", "it": 1})},
+    "no name": {"envelope": ConfigRecord({"kind": "task", "": 1})},
 }
 
 
@@ -177,11 +198,12 @@ def test_what_is_no_envelope_is_refused(what: str) -> None:
         unpacked(RecordDict(NO_ENVELOPES[what]))
 
 
-def test_one_name_for_an_array_and_a_value_is_refused() -> None:
-    records = packed(Envelope("task", {"it": torch.zeros(1)}))
-    records["plain"] = ConfigRecord({"it": 1})
-    with pytest.raises(Malformed):
-        unpacked(records)
+def test_one_name_for_two_things_is_refused() -> None:
+    small, large = (packed(Envelope("task", {"it": torch.zeros(n)})) for n in (1, LARGE))
+    plain = ConfigRecord({**small["envelope"], "=it": 1})  # type: ignore[dict-item]
+    for records in ({"envelope": plain}, {"envelope": small["envelope"], "arrays": large["arrays"]}):
+        with pytest.raises(Malformed):
+            unpacked(RecordDict(records))
 
 
 def test_a_message_that_is_too_large_is_refused_before_it_is_read() -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid, ServerApp
 
 LOOK = 0.1  # seconds between looks at a queue; Flower has 3 for messages and 0.5 for replies
+SMALL = 1 << 18  # bytes of an array that goes along with plain values
 ROLL_CALL = 1.0  # seconds between looks at who is there
 
 log = logging.getLogger(__name__)
@@ -49,18 +50,28 @@ Answer = Callable[[Envelope], Envelope]
 
 
 def packed(envelope: Envelope) -> RecordDict:
-    """An envelope as Flower carries it: arrays in one record, plain values in another. Nothing is pickled."""
+    """An envelope as Flower carries it: arrays and plain values. Nothing is pickled.
+
+    Flower fetches every part of a message by a request of its own, and a small array has three of them: small ones go
+    along with the plain values, as bytes. Large ones that go to many clients Flower sends to the server once.
+    """
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
+    plain: dict[str, Any] = {"kind": envelope.kind}
     arrays: dict[str, Any] = {}
-    plain: dict[str, Any] = {}
     for name, value in envelope.values.items():
-        if isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
+            plain[f"={name}"] = value
+        elif value.nbytes > SMALL:
             arrays[name] = Array(value.detach().contiguous().numpy())
         else:
-            plain[name] = value
-    kind = ConfigRecord({"kind": envelope.kind})
-    return RecordDict({"kind": kind, "plain": ConfigRecord(plain), "arrays": ArrayRecord(arrays)})
+            stream = BytesIO()
+            npy.write_array(stream, value.detach().contiguous().numpy(), (1, 0), allow_pickle=False)
+            plain[f"@{name}"] = stream.getvalue()
+    records = RecordDict({"envelope": ConfigRecord(plain)})
+    if arrays:
+        records["arrays"] = ArrayRecord(arrays)
+    return records
 
 
 def unpacked(records: RecordDict, largest: int | None = None) -> Envelope:
@@ -74,36 +85,45 @@ def unpacked(records: RecordDict, largest: int | None = None) -> Envelope:
     """
     from flwr.app import ArrayRecord, ConfigRecord
 
-    if set(records) != {"kind", "plain", "arrays"}:
+    plain, arrays = records.get("envelope"), records.get("arrays", ArrayRecord({}))
+    if not (isinstance(plain, ConfigRecord) and isinstance(arrays, ArrayRecord)) or set(records) - {
+        "envelope",
+        "arrays",
+    }:
         raise Malformed(f"no envelope: it holds {sorted(map(str, records))[:10]}")
-    kind, plain, arrays = records["kind"], records["plain"], records["arrays"]
-    if not (isinstance(kind, ConfigRecord) and isinstance(plain, ConfigRecord) and isinstance(arrays, ArrayRecord)):
-        raise Malformed("no envelope: its records are of other types")
     size = sum(len(array.data) for array in arrays.values())
+    size += sum(len(value) for value in plain.values() if isinstance(value, bytes | str))
     if largest is not None and size > largest:
         raise Malformed(f"a message of {size:,} bytes is larger than {largest:,}")
-    word = kind.get("kind")
-    if not isinstance(word, str) or set(plain) & set(arrays):
+    kind, values = plain.get("kind"), dict[str, Plain]()
+    if not isinstance(kind, str):
         raise Malformed("no envelope: it does not say what it is")
-    values: dict[str, Plain] = {}
-    for name, value in plain.items():
-        if not isinstance(value, int | float | str | bool):
-            raise Malformed(f"{name[:100]!r} is a {type(value).__name__}: arrays and plain values only")
-        values[name] = value
-    return Envelope(word, values | {name: _tensor(name, array) for name, array in arrays.items()})
+    for key, value in plain.items():
+        mark, name = key[:1], key[1:]
+        if mark == "=" and isinstance(value, int | float | str | bool) and name not in values:
+            values[name] = value
+        elif mark == "@" and isinstance(value, bytes) and name not in values:
+            values[name] = _tensor(name, value)
+        elif key != "kind":
+            raise Malformed(f"{key[:100]!r} is a {type(value).__name__}: arrays and plain values only")
+    for name, array in arrays.items():
+        if name in values or array.stype != "numpy.ndarray":
+            raise Malformed(f"the array {name[:100]!r} cannot be read, or is there twice")
+        values[name] = _tensor(name, array.data)
+    return Envelope(kind, values)
 
 
-def _tensor(name: str, array: Any) -> Tensor:
-    """An array as it came, if its bytes are just what it says they are."""
-    stream = BytesIO(array.data)
+def _tensor(name: str, data: bytes) -> Tensor:
+    """An array from its bytes, if they are just what they say they are."""
+    stream = BytesIO(data)
     try:
-        if array.stype != "numpy.ndarray" or npy.read_magic(stream) != (1, 0):
-            raise ValueError(array.stype)
+        if npy.read_magic(stream) != (1, 0):
+            raise ValueError("another version")
         shape, fortran, dtype = npy.read_array_header_1_0(stream)
-        bytes_left = len(array.data) - stream.tell()
-        if fortran or dtype.hasobject or int(np.prod(shape, dtype=object)) * dtype.itemsize != bytes_left:
-            raise ValueError(f"{shape} of {dtype} in {bytes_left} bytes")
-        found = torch.from_numpy(np.frombuffer(array.data, dtype, offset=stream.tell()).reshape(shape).copy())
+        left = len(data) - stream.tell()
+        if fortran or dtype.hasobject or int(np.prod(shape, dtype=object)) * dtype.itemsize != left:
+            raise ValueError(f"{shape} of {dtype} in {left} bytes")
+        found = torch.from_numpy(np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape).copy())
     except Exception as error:  # numpy reads the header as Python: tokenize.TokenError is one of many
         raise Malformed(f"the array {name[:100]!r} cannot be read") from error
     if found.dtype not in DTYPES:
