@@ -239,6 +239,13 @@ def test_the_pull_in_the_document_is_that_of_the_sweep() -> None:
         assert f"| {degrees} | {' | '.join(f'{mean:.3f}' for mean in means)} |" in shown
 
 
+def test_what_a_round_costs_is_what_was_measured() -> None:
+    measured = pd.read_csv(ROOT / "docs/results/federation-overhead.csv").groupby("way").seconds.median()
+    text = (ROOT / "docs/deployment.md").read_text()
+    shown = re.findall(r"^\| .* \| ([0-9.]+) \|$", text.partition("seconds a round")[2], re.MULTILINE)
+    assert shown == [f"{measured[way]:.1f}" for way in ("app", "empty app", "door", "fairveil")]
+
+
 def test_the_demo_finds_its_clusters_in_every_seed() -> None:
     """As the README says; and, if their number is not told, as the example says."""
     table = pd.read_csv(ROOT / "docs/results/digits-clusters.csv")
