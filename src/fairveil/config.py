@@ -129,7 +129,7 @@ class FairnessConfig(Section):
 
 
 class EngineConfig(Section):
-    kind: Literal["local", "ray"] = "local"  # ray: a simulation by Flower's engine, over a cluster
+    kind: Literal["local", "ray", "flower"] = "local"  # ray: a simulation over a cluster; flower: `deploy submit`
     workers: int | None = Field(None, ge=1, examples=[2])  # None: one for each core
     block: int | None = Field(None, ge=1, examples=[8])  # clients that share a call; None: as many as are fastest
     address: str | None = Field(None, examples=["auto"])  # of a Ray cluster; None: one on this machine
@@ -276,6 +276,13 @@ def make_config(values: Mapping[str, Any], settings: Sequence[str] = ()) -> RunC
     check_model(config.model.name, config.model.options)
     if config.data.dataset == "clients":
         _check_elsewhere(config)
+    elif config.engine.kind == "flower":
+        raise UserError(
+            f'engine.kind = "flower" does not go with data.dataset = {shown(config.data.dataset)}.',
+            "On a federation the clients hold the data, each on its own machine, and a run is submitted to its server\n"
+            "(docs/deployment.md). Nothing was run.",
+            'engine.kind = "local"; or data.dataset = "clients", and fairveil deploy submit',
+        )
     return config
 
 
@@ -395,7 +402,7 @@ groups = "cluster"              # clients are compared by the groups of the data
 # reference = "central"         # what privacy costs each group: a model of its pooled records; evaluation only
 
 [engine]
-kind = "local"                  # this machine; or "ray", a cluster, by Flower's simulation engine
+kind = "local"                  # this machine; or "ray", a cluster. Other people's: see fairveil deploy
 # workers = 2                   # one for each core if left out
 # block = 8                     # clients that share a call; as many as are fastest if left out
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from fairveil.algorithms import ALGORITHMS
-from fairveil.config import RunConfig
+from fairveil.config import RunConfig, load_config
 from fairveil.contract import Outcome, differ, outcome
 from fairveil.engine import flower
 from fairveil.errors import RunFault, UserError
@@ -298,3 +298,10 @@ def test_clients_with_different_columns_are_a_mistake_that_is_named(tmp_path: Pa
     with pytest.raises(UserError, match="do not hold the same kind of records"):
         hospitals.run(hospitals.config(GLOBAL))
     hospitals.close()
+
+
+def test_a_federation_is_no_engine_of_ones_own_data(small: Small) -> None:
+    with pytest.raises(UserError, match="flower"):
+        small.config({"name": "global"}, local=True, engine={"kind": "flower"})
+    folder = small.run(small.config({"name": "global", "rounds": 1}))
+    assert load_config(folder / "config.toml").engine.kind == "flower"

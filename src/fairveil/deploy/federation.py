@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fairveil.config import RunConfig, load_config
+from fairveil.config import EngineConfig, RunConfig, load_config
 from fairveil.data.declared import declared
 from fairveil.data.federation import Federation
 from fairveil.engine.flower import FlowerEngine, Patience, Roll
@@ -79,7 +79,7 @@ def carry_out(grid: Any, folder: Path, place: type[Federated] = Federated, progr
         submission = json.loads((folder / "submission.json").read_text())
         roll = Roll(grid)
         if (folder / "config.toml").exists():
-            config = load_config(folder / "config.toml").model_copy(update={"engine": submitted.engine})
+            config = load_config(folder / "config.toml").model_copy(update={"engine": _engine(submitted)})
         else:
             config = _with_clients(submitted, roll, int(submission["clients"]))
         roll.names = [client["name"] for client in config.data.options["clients"]]
@@ -117,7 +117,12 @@ def _with_clients(config: RunConfig, roll: Roll, expected: int) -> RunConfig:
         )
     data = config.data.model_copy(update={"options": declared(described)})
     privacy = config.privacy.model_copy(update={"noise": "secret"})  # as it is here, whatever was asked for
-    return config.model_copy(update={"data": data, "privacy": privacy})
+    return config.model_copy(update={"data": data, "privacy": privacy, "engine": _engine(config)})
+
+
+def _engine(config: RunConfig) -> EngineConfig:
+    """As the config has it, and as it is."""
+    return config.engine.model_copy(update={"kind": "flower"})
 
 
 def _description(name: str, answer: Envelope) -> dict[str, Any]:
