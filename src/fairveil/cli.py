@@ -29,6 +29,7 @@ from fairveil.terminal import (
 
 if TYPE_CHECKING:
     from fairveil.config import RunConfig
+    from fairveil.errors import UserError
 
 app = typer.Typer(
     name="fairveil",
@@ -142,11 +143,7 @@ def run(
     from fairveil.tracking import trackers
 
     if resume and settings:
-        raise UserError(
-            f"--set {settings[0]} cannot change a run that is under way.",
-            "A resumed run keeps what was planned and promised.",
-            "start a new run, without --resume",
-        )
+        raise _unchangeable(settings[0])
     if not resume and config.is_dir():
         raise UserError(f"{config} is a folder.", "A new run starts from a config.", f"fairveil run {config} --resume")
     tracking = trackers(track or (), tell=lambda text: err.print(f"Warning: {text}", markup=False, soft_wrap=True))
@@ -172,6 +169,16 @@ def run(
         print_json(result.to_json())
     else:
         print_result(result)
+
+
+def _unchangeable(setting: str) -> UserError:
+    from fairveil.errors import UserError
+
+    return UserError(
+        f"--set {setting} cannot change a run that is under way.",
+        "A resumed run keeps what was planned and promised.",
+        "start a new run, without --resume",
+    )
 
 
 @app.command()
@@ -396,14 +403,9 @@ def submit(
 ) -> None:
     """Train with the clients of a server, and wait for the result. Ctrl-C stops waiting; the run goes on."""
     from fairveil.deploy.submit import follow, submit_again, submit_new
-    from fairveil.errors import UserError
 
     if resume and settings:
-        raise UserError(
-            f"--set {settings[0]} cannot change a run that is under way.",
-            "A resumed run keeps what was planned and promised.",
-            "start a new run, without --resume",
-        )
+        raise _unchangeable(settings[0])
     folder = config
     if resume:
         submit_again(folder, server)
