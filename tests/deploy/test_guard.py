@@ -699,6 +699,8 @@ def test_no_input_is_so_large_that_rounding_breaks_the_clip(server: Server) -> N
     server.propose((TRAINING, 1))
     is_refused(server.train(shared_model=torch.full((PARAMETERS,), 1e8)), server, "beyond 1000")
     is_refused(server.train(shared_learning_rate=1e8), server, "beyond 1000")
+    beyond = {"shared_centre": torch.ones(PARAMETERS), "shared_pull": 1e3, "shared_learning_rate": 1.0}
+    assert server.train(**beyond).kind == "failed" and server.spent == []  # it would grow a thousandfold at each step
     is_refused(server.of("f" * 32).propose((replace(TRAINING, expected_batch=1e-9), 1)), server, "expected batch")
 
 

@@ -150,6 +150,9 @@ class _Runner:
         self.centre: Tensor | None = client.inputs.get("centre")
         self.pull: float = client.inputs["pull"] if self.centre is not None else 0.0
         self.inside = bool(client.inputs.get("pull_inside", False))
+        if not self.inside and not 0 <= client.inputs["learning_rate"] * self.pull <= 1:
+            # beyond the centre it would go on growing, to where rounding alone moves a clipped sum beyond its bound
+            raise ValueError('the inputs "learning_rate" times "pull" must lie within 0 and 1')
         self.copies = Stream(*client.key, "mechanism", "copies") if mechanism.copies > 1 else None
         self.plain = self.copies is None and not self.inside  # gradients that the fast path knows
         self.batch: Tensor
