@@ -24,7 +24,7 @@ test-all: install
 
 # federations on this machine's own address; each process is stopped by its id
 test-flower: install
-	timeout 900 $(BIN)/python -m pytest -m flower -n 2 --dist loadfile tests/flower
+	timeout 900 $(BIN)/python -m pytest -m flower -n 2 --dist loadfile tests/flower tests/engine/test_ray.py
 
 # about a quarter of an hour on a machine that does nothing else
 bench: install
