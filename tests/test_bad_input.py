@@ -191,7 +191,7 @@ def test_unknown_key(fairveil: Fairveil, typed: str, words: list[str]) -> None:
         ("algorithm.learning_rate=nan", ["algorithm.learning_rate = NaN", "finite number"]),
         ("algorithm.learning_rate=inf", ["algorithm.learning_rate = Infinity", "finite number"]),
         ("engine.workers=0", ["engine.workers = 0", "greater than or equal to 1"]),
-        ("engine.kind=flowr", ['engine.kind = "flowr"', 'engine.kind = "local"']),
+        ("engine.kind=flowr", ['engine.kind = "flowr"', 'engine.kind = "flower"']),
         ("metrics.every=0", ["metrics.every = 0"]),
         ("data.sizes=exact", ['data.sizes = "exact"', "'rounded' or 'public'"]),
         ("data.split.clients=0", ["data.split.clients = 0"]),
