@@ -16,7 +16,7 @@ import torch
 
 from fairveil.config import make_config
 from fairveil.data.federation import Federation
-from fairveil.engine import flower
+from fairveil.engine import ray
 from fairveil.engine.local import LocalEngine
 from fairveil.engine.ray import RayEngine
 from fairveil.errors import RunFault, UserError
@@ -122,7 +122,7 @@ def job(task: Any, clients: Sequence[int] = range(7)) -> Job:
 
 def test_an_engine(federation: Federation, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Several messages to a node, a client always at the same one; faults of tasks; a process that dies."""
-    monkeypatch.setattr(flower, "MESSAGE", 8 * 650 * 2)  # two clients in a message
+    monkeypatch.setattr(ray, "MESSAGE", 8 * 650 * 2)  # two clients in a message
     spec = ModelSpec("logistic", federation.features, federation.classes)
     with LocalEngine(federation, spec, root="a run", workers=1) as local:
         expected = {client: reply.out.value["drawn"] for client, reply in local.run(job(draw))}  # type: ignore
@@ -152,7 +152,7 @@ def test_an_engine(federation: Federation, monkeypatch: pytest.MonkeyPatch, capf
 
 def test_without_ray(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what to install."""
-    monkeypatch.setattr(flower, "find_spec", lambda name: None if name == "ray" else name)
+    monkeypatch.setattr(ray, "find_spec", lambda name: None if name == "ray" else name)
     with pytest.raises(UserError, match=r"needs ray, which is not installed(.|\n)*pip install 'fairveil\[ray\]'"):
         RayEngine(federation, ModelSpec("logistic", federation.features, federation.classes), root="a run")
 
