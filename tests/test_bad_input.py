@@ -283,7 +283,7 @@ def test_epsilon_and_noise_multiplier(fairveil: Fairveil) -> None:
         ({"epsilon": 5.0, "clip_norm": -1.0}, ["privacy.clip_norm = -1.0", "greater than 0"]),
         ({"epsilon": 5.0, "clip_norm": float("inf")}, ["privacy.clip_norm = inf", "privacy.clip_norm = 1.0"]),
         ({"epsilon": 5.0, "unit": "client"}, ['privacy.unit = "client"', "global", 'privacy.unit = "record"']),
-        ({"epsilon": 5.0, "unit": "hospital"}, ['privacy.unit = "hospital"', "'record' or 'client'"]),
+        ({"epsilon": 5.0, "unit": "hospital"}, ['privacy.unit = "hospital"', "'record', 'client' or 'metric'"]),
         ({"epsilon": 5.0, "adjacency": "add"}, ['privacy.adjacency = "add"', 'privacy.adjacency = "add-remove"']),
         ({"epsilon": 5.0, "accountant": "plb"}, ['privacy.accountant = "plb"', 'privacy.accountant = "pld"']),
         ({"epsilon": 5.0, "accountant": "rdp", "adjacency": "replace"}, ['privacy.accountant = "rdp"', "replace"]),

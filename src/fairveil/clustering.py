@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
 from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import squareform
@@ -126,6 +127,28 @@ def kmeans(gram: np.ndarray, count: int, random: np.random.Generator) -> np.ndar
     """
     with threadpool_limits(1):
         return _in_order(_kmeans(_principal(_centred(gram), len(gram)), count, random))
+
+
+def kmeans_from(points: Tensor, centres: Tensor) -> tuple[np.ndarray, Tensor]:
+    """Lloyd's k-means of points (n, p), started at these centres (k, p): labels (n,), and the centres where it ends.
+
+    A centre to which no point is nearest stays where it is. Of equally near ones the first is taken.
+    """
+    points, centres = points.double(), centres.double()
+    label = torch.full((len(points),), -1)
+    for _ in range(300):  # far more than it takes
+        nearest = torch.cdist(points, centres, compute_mode="donot_use_mm_for_euclid_dist").argmin(dim=1)
+        if torch.equal(nearest, label):
+            break
+        label = nearest
+        for k in label.unique().tolist():
+            centres[k] = points[label == k].mean(dim=0)
+    return label.numpy(), centres.float()
+
+
+def plane_of(points: Tensor) -> np.ndarray:
+    """Points (n, p) for a picture (n, 2): as they are if p is 2, else on their two principal directions."""
+    return points.double().numpy() if points.shape[1] == 2 else _principal(_centred(gram(points)), 2)
 
 
 def match_labels(label: np.ndarray, previous: np.ndarray, count: int) -> np.ndarray:

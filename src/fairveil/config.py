@@ -28,6 +28,15 @@ from fairveil.privacy.accounting import Accountant, Adjacency
 SCHEMA_VERSION = 1
 
 
+def no_probability(delta: float) -> UserError:
+    """The error of a delta outside (0, 1)."""
+    return UserError(
+        f"privacy.delta = {delta:g} is not a probability.",
+        "It must lie above 0 and below 1, and below 1/n for n protected records. Nothing was run.",
+        "privacy.delta = 1e-4",
+    )
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -63,7 +72,7 @@ class PrivacyConfig(Section):
     adjacency: Adjacency = "add-remove"
     epsilon: float | None = Field(None, examples=[5.0])
     noise_multiplier: float | None = Field(None, ge=0, allow_inf_nan=False, examples=[1.0])
-    delta: float = Field(examples=[1e-4])
+    delta: float = Field(0.0, examples=[1e-4])  # 0: there is none, which metric privacy alone can do without
     clip_norm: float = Field(1.0, gt=0)
     accountant: Accountant = "tightest"
     noise: Literal["reproducible", "secret"] = "reproducible"
@@ -84,12 +93,8 @@ class PrivacyConfig(Section):
     @field_validator("delta")
     @classmethod
     def _probability(cls, delta: float) -> float:
-        if not 0 < delta < 1:
-            raise UserError(
-                f"privacy.delta = {delta:g} is not a probability.",
-                "It must lie above 0 and below 1, and below 1/n for n protected records. Nothing was run.",
-                "privacy.delta = 1e-4",
-            )
+        if not 0 <= delta < 1:
+            raise no_probability(delta)
         return delta
 
     @model_validator(mode="after")
@@ -170,6 +175,14 @@ class RunConfig(Section):
                 f"privacy.unit = {shown(self.privacy.unit)} is not what {self.algorithm.name} protects.",
                 f"It protects each {cls.unit}; the statement would promise something else than was done.",
                 f"privacy.unit = {shown(cls.unit)}, or another algorithm (fairveil list algorithms)",
+            )
+        if not self.privacy.delta and cls.unit != "metric":
+            if "delta" in self.privacy.model_fields_set:
+                raise no_probability(0.0)
+            raise UserError(
+                "privacy.delta is missing.",
+                f"What {self.algorithm.name} guarantees may fail with this chance. Nothing was run.",
+                "privacy.delta = 0.0001",
             )
         if self.privacy.trust is not None and cls.unit != "client":
             raise UserError(

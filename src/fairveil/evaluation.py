@@ -20,7 +20,7 @@ from fairveil.models import Model
 from fairveil.plan import Plan
 from fairveil.privacy.release import Plain
 from fairveil.serving import Served, diverged
-from fairveil.session import Call, Engine, Job, Pick, Task
+from fairveil.session import Call, Engine, Job, Offer, Pick, Task
 from fairveil.store import Score, Store, of_records
 from fairveil.streams import Stream
 from fairveil.tasks import confuse, evaluate
@@ -145,8 +145,9 @@ def _asked(
 ) -> Iterator[tuple[list[int], int | None, dict[str, float]]]:  # fmt: skip
     """What a task tells of the clients under their models: who they are, the row that serves them, the diagnostics.
 
-    Clients that share their test records and their model are asked once.
+    Clients that share their test records and their model are asked once. Of several models each takes its own choice.
     """
+    shared = {**shared, "models": served.rows} if isinstance(served, Offer) else shared
     rows = served.index.tolist() if isinstance(served, Pick) else None
     common = plan.federation.common_tests and shared.get("split") != "train"
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -158,4 +159,6 @@ def _asked(
         for c in by_first
     ]
     for first, reply in engine.run(Job(task, request, shared, calls)):
-        yield by_first[first], rows[first] if rows else None, dict(reply.diagnostics)
+        found = dict(reply.diagnostics)
+        choice = found.pop("choice", None)
+        yield by_first[first], rows[first] if rows else None if choice is None else int(choice), found

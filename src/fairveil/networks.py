@@ -27,9 +27,9 @@ def logistic(features: Features, classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(features), classes))
 
 
-def linear(features: Features, classes: int) -> nn.Module:
+def linear(features: Features, classes: int, intercept: bool = True) -> nn.Module:
     """Linear regression; with classes, the same as logistic."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(features), classes or 1))
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(features), classes or 1, bias=intercept))
 
 
 class SVM(nn.Module):

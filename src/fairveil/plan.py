@@ -36,7 +36,9 @@ SIZES_PUBLIC = {
     "rounded": "declared, rounded down to a grid of 24 per decade",
 }
 SIZES_ELSEWHERE = "declared by each client: rounded down to a grid of 24 per decade, or exact if its policy says so"
-_ADDED_BY: Mapping[Unit, NoiseSource] = {"record": "clients", "client": "server"}  # where clients are elsewhere
+_ADDED_BY: Mapping[Unit, NoiseSource] = {  # where clients are elsewhere
+    "record": "clients", "client": "server", "metric": "clients",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,8 @@ class Plan:
     @property
     def note(self) -> str | None:
         """What the user may want to know beforehand: that the model will be slow, and why; that clusters may hide."""
-        if self.algorithm.unit != "record":
-            return None
         notes = [self.algorithm.caution(sorted(self.terms.values(), key=lambda terms: terms.size or 0))]
-        obstacle = path_of(self.model).obstacle
+        obstacle = path_of(self.model).obstacle if self.algorithm.unit == "record" else None
         if obstacle:
             notes.append(
                 "Per-record gradients of this model go through torch.func.vmap, the slower way: there is no "
@@ -109,7 +109,8 @@ class Plan:
         """The guarantee: the largest price over protected units."""
         worst = max(self.units, key=lambda unit: unit.epsilon)
         privacy = self.config.privacy
-        return Price(worst.epsilon, privacy.delta, worst.accountant, privacy.adjacency)  # type: ignore[arg-type]
+        delta = 0.0 if worst.accountant == "sum" else privacy.delta
+        return Price(worst.epsilon, delta, worst.accountant, privacy.adjacency)  # type: ignore[arg-type]
 
     def spent(self, ledger: Ledger) -> tuple[dict[int, Counter[Mechanism]], float]:
         """What has been posted, by unit, and the largest price of it over units."""
@@ -164,6 +165,7 @@ class Plan:
             reference=self.config.fairness.reference is not None,
             complete=complete,
             elsewhere=elsewhere,
+            metric=self.algorithm.metric_terms(self.terms[by_size[0]]),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -193,6 +195,7 @@ def make_plan(config: RunConfig) -> Plan:
     """
     algorithm, federation, model, facts = materials(config)
     _check_delta(config, algorithm, federation, facts)
+    _check_metric(config, algorithm, federation)
     clients = [Terms(facts, int(size), 0.0) for size in facts.size]
     terms = dict(enumerate(clients)) | {FEDERATION: Terms(facts, None, 0.0)}
     protected = protected_units(algorithm, facts)
@@ -247,8 +250,8 @@ def _solve(
 
 
 def protected_units(algorithm: Algorithm[Any], facts: Facts) -> list[int]:
-    """Record level: one ledger for each client. Client level: one for the federation."""
-    return facts.clients.tolist() if algorithm.unit == "record" else [FEDERATION]
+    """Client level: one ledger for the federation. Otherwise one for each client."""
+    return [FEDERATION] if algorithm.unit == "client" else facts.clients.tolist()
 
 
 def unit_holders(algorithm: Algorithm[Any], federation: Federation) -> int:
@@ -332,12 +335,34 @@ def _check_delta(config: RunConfig, algorithm: Algorithm[Any], federation: Feder
         who = f"The largest client has {'' if exact else 'up to '}{count:,} records"
     else:
         count, who = len(facts.size), f"There are {len(facts.size):,} clients"
+    if algorithm.unit == "metric" and not delta:
+        return  # whether one is needed, the price of what is released will say
     if delta >= 1 / count:
         raise UserError(
             f"privacy.delta = {delta:g} is too large.",
             f"{who}; delta must stay below 1/n = {1 / count:.2g},\n"
-            f"or whole {algorithm.unit}s could be published and still satisfy the guarantee.",
+            f"or whole {'records' if algorithm.unit == 'record' else 'clients'} could be published and still satisfy "
+            "the guarantee.",
             f"privacy.delta = {10.0 ** math.floor(math.log10(0.9 / count)):.0e}",
+        )
+
+
+def _check_metric(config: RunConfig, algorithm: Algorithm[Any], federation: Federation) -> None:
+    """What does not go with metric privacy."""
+    if algorithm.unit != "metric":
+        return
+    if config.privacy.adjacency != "add-remove":
+        raise UserError(
+            f"privacy.adjacency = {shown(config.privacy.adjacency)} makes no sense with {config.algorithm.name}.",
+            "Metric privacy compares local models by their distance; it knows no other neighbours.",
+            "leave out privacy.adjacency",
+        )
+    if federation.standardise is not None:
+        raise UserError(
+            f"the features of {federation.name} are to be standardised by statistics of its records.",
+            f"These have a price for each record, which does not add up with that of {config.algorithm.name}.\n"
+            "Nothing was run.",
+            "ranges of the columns that are known beforehand (docs/data.md)",
         )
 
 

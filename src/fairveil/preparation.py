@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fairveil.data.federation import Standardise
-from fairveil.privacy.mechanisms import ClientMechanism, CohortSums, Mechanism, Part
+from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part
 from fairveil.privacy.moments import NoisyMoments, bound, contributions, mean_and_deviation
 from fairveil.privacy.release import Reply
 from fairveil.remote import Array, deployable
@@ -50,7 +50,7 @@ def feature_statistics(
 @deployable(by=NoisyMoments, prepares=True)
 def release_moments(members: Sequence[Member]) -> list[Reply]:
     """Each client releases the noisy moments of its own records."""
-    return [Reply(cast(ClientMechanism, member.mechanism).release(member)[0]) for member in members]
+    return [Reply(cast(NoisyMoments, member.mechanism).release(member)[0]) for member in members]
 
 
 @deployable(by=CohortSums, prepares=True, columns=Array(("d", 2), torch.int64))

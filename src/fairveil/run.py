@@ -391,18 +391,20 @@ class _Gauge:
     """What has been spent after each round, as an upper bound that costs next to nothing.
 
     Renyi divergences of what was posted add up; the plan's price bounds them too, since what was posted is part of it.
-    (Under replace there is no Renyi price: the plan's stands.)
+    (Under replace there is no Renyi price: the plan's stands. Of metric privacy the epsilons themselves add up.)
     """
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self.plan, self.store = plan, store
         mechanisms = {canonical(m): m for releases in plan.releases.values() for m in releases}
-        known = plan.config.privacy.adjacency == "add-remove"
+        known = plan.config.privacy.adjacency == "add-remove" and plan.algorithm.unit != "metric"
         self.curves = {what: plan.holders * rdp_curve(m.event) for what, m in mechanisms.items() if known}
 
     def report(self, number: int, summary: Summary | None) -> RoundReport:
         privacy, spent = self.plan.config.privacy, self.plan.price.epsilon
-        if self.curves:
+        if self.plan.algorithm.unit == "metric":
+            spent = self.plan.spent(self.store.ledger)[1]
+        elif self.curves:
             posted = {frozenset(counts.items()) for counts in self.plan.by_record(self.store.ledger.posted())}
             curves = [np.sum([n * self.curves[what] for what, n in counts], axis=0) for counts in posted]
             spent = min(spent, max((rdp_epsilon(curve, privacy.delta) for curve in curves), default=0.0))

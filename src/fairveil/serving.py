@@ -14,16 +14,16 @@ from fairveil.clustering import adjusted_rand
 from fairveil.errors import UserError
 from fairveil.fairness import Summary, pooled, summarise
 from fairveil.plan import Plan
-from fairveil.session import Pick
+from fairveil.session import Offer, Pick
 from fairveil.store import Store, of_records
 
-Served = Pick | Literal["personal"]
+Served = Pick | Offer | Literal["personal"]
 
 
 def served_models(plan: Plan, state: object, average: torch.Tensor | None) -> Served:
     """Which model serves which client."""
     served = plan.algorithm.serve(plan.facts, state)
-    return served if average is None or not isinstance(served, Pick) else Pick(average, served.index)
+    return served if average is None or isinstance(served, str) else replace(served, rows=average)
 
 
 def averaged(plan: Plan, number: int, state: object, average: torch.Tensor | None) -> torch.Tensor | None:
@@ -32,7 +32,7 @@ def averaged(plan: Plan, number: int, state: object, average: torch.Tensor | Non
     served = plan.algorithm.serve(plan.facts, state)
     if last == 1 or number <= rounds - last:
         return None
-    if not isinstance(served, Pick):
+    if isinstance(served, str):
         raise UserError(
             f"algorithm.average_last = {last} does not go with models that clients keep to themselves.",
             "Only what is released can be averaged by the server. The rounds before this one are saved.",
@@ -85,18 +85,27 @@ def clusters_of(plan: Plan, state: object) -> dict[str, Any] | None:
     found = plan.algorithm.found(state)
     if found is None:
         return None
-    figures = {key: value for key, value in vars(found).items() if key not in ("cluster", "plane")}
-    return figures | {"ari": adjusted_rand(found.cluster, plan.facts.group), "of_client": found.cluster.tolist()}
+    figures = {key: value for key, value in vars(found).items() if key not in ("cluster", "plane", "centres")}
+    seen = found.cluster >= 0
+    ari = adjusted_rand(found.cluster[seen], plan.facts.group[seen]) if seen.any() else None
+    return figures | {"ari": ari, "of_client": found.cluster.tolist()}
 
 
 def save_clusters(plan: Plan, store: Store, state: object) -> None:
     """What a clustered system has found so far, with what it saw, for whoever looks at the folder."""
     found = plan.algorithm.found(state)
     if found is not None:
-        seen = {"plane": None if found.plane is None else np.round(found.plane, 9).tolist()}
+        seen = {"plane": _listed(found.plane), "centres": _listed(found.centres)}
         text = json.dumps((clusters_of(plan, state) or {}) | seen)
         if store.text("clusters.json") != text:  # it changes rarely, and writing waits for the disk
             store.write("clusters.json", text.encode())
+
+
+def _listed(points: np.ndarray | None) -> list[list[float] | None] | None:
+    """For JSON, which has no NaN."""
+    if points is None:
+        return None
+    return [None if np.isnan(point).any() else np.round(point, 9).tolist() for point in points]
 
 
 def save_models(plan: Plan, store: Store, served: Served, scales: tuple[np.ndarray, np.ndarray] | None) -> None:
@@ -108,10 +117,11 @@ def save_models(plan: Plan, store: Store, served: Served, scales: tuple[np.ndarr
     if scales and plan.federation.standardise:  # what its inputs must be standardised by
         columns = plan.federation.standardise.columns
         metadata["standardise"] = {"columns": columns, "mean": scales[0].tolist(), "scale": scales[1].tolist()}
-    if not isinstance(served, Pick):
+    if isinstance(served, str):
         store.write("models/personal.json", json.dumps(metadata).encode())
         return
-    metadata["row_of_client"] = np.asarray(served.index).tolist()
+    if isinstance(served, Pick):
+        metadata["row_of_client"] = np.asarray(served.index).tolist()
     tensors = {
         f"{row}/{name}": value.contiguous()
         for row, weights in enumerate(served.rows)

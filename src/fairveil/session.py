@@ -92,6 +92,13 @@ class Pick:
 
 
 @dataclass(frozen=True)
+class Offer:
+    """Every client gets all rows, takes the one that suits its own records best, and does not say which."""
+
+    rows: Tensor  # (m, ...)
+
+
+@dataclass(frozen=True)
 class Member:
     """One client of a block, as a task sees it. What it holds is read, never written.
 

@@ -14,6 +14,7 @@ from fairveil.data.federation import Records
 from fairveil.models import Model
 from fairveil.privacy.choice import PrivateChoice
 from fairveil.privacy.mechanisms import CohortSums
+from fairveil.privacy.metric import Sanitiser, sanitised
 from fairveil.privacy.release import Kept, Reply
 from fairveil.privacy.training import NoisyTraining, train
 from fairveil.remote import Array, deployable
@@ -40,17 +41,38 @@ def bounded_update(members: Sequence[Member]) -> list[Reply]:
     """
     replies = []
     for member in members:
-        inputs, records = member.inputs, member.data.train
-        start = cast(Tensor, inputs["model"])
-        weights, shuffle = start.clone(), member.stream("batches").numpy
-        for _ in range(cast(int, inputs["local_epochs"])):
-            order = torch.from_numpy(shuffle.permutation(len(records.y)))
-            for batch in order.split(cast(int, inputs["batch_size"])):
-                gradient = member.model.gradient(weights, records.x[batch], records.y[batch])
-                weights = weights - cast(float, inputs["learning_rate"]) * gradient
-        share, diagnostics = cast(CohortSums, member.mechanism).share({"update": weights - start})
+        start = cast(Tensor, member.inputs["model"])
+        share, diagnostics = cast(CohortSums, member.mechanism).share({"update": descent(member, start) - start})
         replies.append(Reply(share, diagnostics=diagnostics))
     return replies
+
+
+def descent(member: Member, start: Tensor) -> Tensor:
+    """Where plain SGD on a client's records leads from a start (p,); inputs "learning_rate", "local_epochs",
+    "batch_size"."""
+    inputs, records = member.inputs, member.data.train
+    weights, shuffle = start.clone(), member.stream("batches").numpy
+    for _ in range(cast(int, inputs["local_epochs"])):
+        order = torch.from_numpy(shuffle.permutation(len(records.y)))
+        for batch in order.split(cast(int, inputs["batch_size"])):
+            gradient = member.model.gradient(weights, records.x[batch], records.y[batch])
+            weights = weights - cast(float, inputs["learning_rate"]) * gradient
+    return weights
+
+
+@deployable(by=Sanitiser, models=Array(("m", "p")), learning_rate=float, local_epochs=int, batch_size=int)
+def personal_update(members: Sequence[Member]) -> list[Reply]:
+    """Each client trains the hypothesis that suits it best by plain SGD, and releases the local model with noise.
+
+    Inputs: "models" (m, p), and those of `descent`. Which hypothesis it took is not said.
+    """
+    chosen, local = [], []
+    for member in members:
+        models = cast(Tensor, member.inputs["models"])
+        chosen.append(best_model(member.model, models, member.data.train))
+        local.append(descent(member, models[chosen[-1]]))
+    released = sanitised(cast(Sanitiser, members[0].mechanism), members, chosen, torch.stack(local))
+    return [Reply(release, diagnostics=diagnostics) for release, diagnostics in released]
 
 
 @deployable(by=PrivateChoice, models=Array(("m", "p")), prior=Array(("m",), torch.float64), optional=("prior",))
@@ -63,24 +85,23 @@ def choose_model(members: Sequence[Member]) -> list[Reply]:
     return replies
 
 
-@deployable(model=Array(("p",)), split=str, optional=("model", "split"))
+@deployable(model=Array(("p",)), models=Array(("m", "p")), split=str, optional=("model", "models", "split"))
 def evaluate(members: Sequence[Member]) -> list[Reply]:
     """Score a model on each client's test records. Nothing leaves: the numbers are diagnostics.
 
-    The model is the input "model", or the client's personal "model" where no input is given. A client without such
-    records is not scored: its "n" is 0.
+    The model is the input "model"; or that of the input "models" which suits the client's training records best, and
+    its number is the diagnostic "choice"; or the client's personal "model" where no input is given. A client without
+    such records is not scored: its "n" is 0.
 
     Inputs: "split", which records ("test" if left out). "by", an attribute of the test records: the scores of those
     that have its value v are told beside the others, as "accuracy@v" and so on.
     """
     replies = []
     for member in members:
-        weights = cast(Tensor, member.inputs.get("model", member.personal.get("model")))
-        if weights is None:  # before a look at the records: whether there are any is for nobody to know
-            raise ValueError("there is no model to score")
+        weights, choice = _serving(member)  # before a look at the records: whether there are any is for nobody to know
         records = member.data.train if member.inputs.get("split") == "train" else member.data.test
         if not len(records.y):
-            replies.append(Reply(Kept(), diagnostics={"n": 0.0}))
+            replies.append(Reply(Kept(), diagnostics={"n": 0.0} | choice))
             continue
         output, losses = _tested(member.model, weights, records)
         scores = _scores(output, losses, records.y)
@@ -89,8 +110,30 @@ def evaluate(members: Sequence[Member]) -> list[Reply]:
             for v in value.unique().tolist():
                 of = value == v
                 scores |= {f"{key}@{v}": n for key, n in _scores(output[of], losses[of], records.y[of]).items()}
-        replies.append(Reply(Kept(), diagnostics=scores))
+        replies.append(Reply(Kept(), diagnostics=scores | choice))
     return replies
+
+
+def _serving(member: Member) -> tuple[Tensor, dict[str, float]]:
+    """The model that serves a client, and the diagnostic that says which it chose, if it had a choice."""
+    if "models" in member.inputs:
+        models = cast(Tensor, member.inputs["models"])
+        chosen = best_model(member.model, models, member.data.train)
+        return models[chosen], {"choice": float(chosen)}
+    weights = cast(Tensor | None, member.inputs.get("model", member.personal.get("model")))
+    if weights is None:
+        raise ValueError("there is no model to score")
+    return weights, {}
+
+
+@torch.no_grad()
+def best_model(model: Model, models: Tensor, records: Records) -> int:
+    """Which of the models (m, p) has the lowest mean loss on the records: the first among equals.
+
+    One whose loss is not a number is never chosen, unless none has one.
+    """
+    losses = torch.stack([_tested(model, weights, records)[1].double().mean() for weights in models])
+    return int(losses.nan_to_num(nan=torch.inf).argmin())
 
 
 def _scores(output: Tensor, losses: Tensor, y: Tensor) -> dict[str, float]:
@@ -109,14 +152,14 @@ def confuse(members: Sequence[Member]) -> list[Reply]:
     """
     replies = []
     for member in members:
-        weights = cast(Tensor, member.inputs.get("model", member.personal.get("model")))
+        weights, choice = _serving(member)
         records, counts = member.data.test, Counter[str]()
         if len(records.y):
             predicted = _tested(member.model, weights, records)[0].argmax(dim=1).tolist()
             pairs = list(zip(records.y.tolist(), predicted, strict=True))
             for name, values in {"": np.zeros(len(pairs), int), **member.data.attributes}.items():
                 counts.update(f"{name}/{v}/{a}/{p}" for v, (a, p) in zip(values.tolist(), pairs, strict=True))
-        replies.append(Reply(Kept(), diagnostics={key: float(n) for key, n in counts.items()}))
+        replies.append(Reply(Kept(), diagnostics={key: float(n) for key, n in counts.items()} | choice))
     return replies
 
 

@@ -10,6 +10,7 @@ from fairveil.algorithms.global_ import Global
 from fairveil.algorithms.ifca import IFCA
 from fairveil.algorithms.km_cdpfl import KMCDPFL
 from fairveil.algorithms.local import Local
+from fairveil.algorithms.metric_pfl import MetricPFL
 from fairveil.algorithms.mr_mtl import MRMTL
 from fairveil.algorithms.oracle import Oracle
 from fairveil.algorithms.r_dpcfl import RDPCFL
@@ -19,7 +20,7 @@ from fairveil.options import shown
 from fairveil.plugins import load_object
 
 ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
-    cls.name: cls for cls in (DPFedAvg, Global, IFCA, KMCDPFL, Local, MRMTL, Oracle, RDPCFL, RCDPFL)
+    cls.name: cls for cls in (DPFedAvg, Global, IFCA, KMCDPFL, Local, MetricPFL, MRMTL, Oracle, RDPCFL, RCDPFL)
 }
 
 

@@ -20,11 +20,12 @@ from fairveil.errors import UserError
 from fairveil.privacy.choice import Score
 from fairveil.privacy.mechanisms import Mechanism
 from fairveil.privacy.release import Plain
+from fairveil.privacy.statement import MetricTerms
 from fairveil.privacy.training import NoisyTraining
-from fairveil.session import Facts, Pick, Session, Terms
+from fairveil.session import Facts, Offer, Pick, Session, Terms
 from fairveil.tasks import local_update
 
-Unit = Literal["record", "client"]
+Unit = Literal["record", "client", "metric"]
 S = TypeVar("S")
 # The noise multiplier that a variant of an algorithm would need for a client of this size.
 NoiseFor = Callable[["Algorithm[Any]", int], float]
@@ -34,13 +35,14 @@ NoiseFor = Callable[["Algorithm[Any]", int], float]
 class Found:
     """The clusters of the clients as a system sees them."""
 
-    cluster: np.ndarray  # (clients,)
+    cluster: np.ndarray  # (clients,); -1: not seen yet
     count: int  # M
     mss: float | None = None  # smallest separation score over pairs of clusters
     mpo: float | None = None  # largest overlap of a pair
     switch_round: int | None = None  # E_c, the last round in which the mixture of the first updates decides
     iterations: int | None = None  # of the fit
-    plane: np.ndarray | None = None  # (clients, 2), what was clustered, for pictures
+    plane: np.ndarray | None = None  # (clients, 2), what was clustered, for pictures; NaN: nothing of this client
+    centres: np.ndarray | None = None  # (M, 2), the models of the clusters in the same plane
 
 
 class Algorithm(BaseModel, ABC, Generic[S]):
@@ -98,8 +100,13 @@ class Algorithm(BaseModel, ABC, Generic[S]):
         """One round."""
 
     @abstractmethod
-    def serve(self, facts: Facts, state: S) -> Pick | Literal["personal"]:
-        """Which model serves which client: a row for each, or its own "model" in its personal state."""
+    def serve(self, facts: Facts, state: S) -> Pick | Offer | Literal["personal"]:
+        """Which model serves which client: a row for each, one of some by its own choice, or its own "model" in its
+        personal state."""
+
+    def metric_terms(self, terms: Terms) -> MetricTerms | None:
+        """What the statement says of metric privacy; None: it is not what this system promises."""
+        return None
 
     def found(self, state: S) -> Found | None:
         """What a clustered system has found so far; None: it does not look for clusters."""

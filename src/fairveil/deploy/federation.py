@@ -60,7 +60,7 @@ class Federated(Place):
 
 def proposal(plan: Plan, client: int) -> Proposal:
     """All that a run will ever ask of a client."""
-    unit = client if plan.algorithm.unit == "record" else FEDERATION
+    unit = FEDERATION if plan.algorithm.unit == "client" else client
     releases = sorted((canonical(mechanism), count) for mechanism, count in plan.releases[unit].items())
     spec = plan.model.spec
     privacy = plan.config.privacy

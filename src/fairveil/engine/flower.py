@@ -31,7 +31,7 @@ from fairveil.privacy.mechanisms import ClientMechanism, CohortSums, canonical
 from fairveil.privacy.release import MINT, Kept, Plain, Release, Reply, Share
 from fairveil.processes import die_with_parent
 from fairveil.remote import DTYPES, Envelope, Malformed, check_finite, check_release, name_of
-from fairveil.session import Call, Job, Pick
+from fairveil.session import Call, Job, Offer, Pick
 
 if TYPE_CHECKING:
     from flwr.app import Message, RecordDict
@@ -255,12 +255,13 @@ class FlowerEngine:
         envelopes = {c: Envelope("propose", {"run": self.run_name, "proposal": text}) for c, text in proposals.items()}
         return dict(self._asked(envelopes, "the proposal", _accepted))
 
-    def deliver(self, served: Pick | str) -> None:
-        """Give each client the model that serves it, and tell it that the run is over."""
-        own = served if isinstance(served, Pick) else None
+    def deliver(self, served: Pick | Offer | str) -> None:
+        """Give each client the model that serves it, or those among which it chooses, and say that the run is over."""
         common: dict[str, Plain] = {"run": self.run_name, **self.scales}
+        if isinstance(served, Offer):
+            common["models"] = served.rows
         envelopes = {
-            client: Envelope("finish", common | ({"model": own[client].clone()} if own else {}))
+            client: Envelope("finish", common | ({"model": served[client].clone()} if isinstance(served, Pick) else {}))
             for client in range(len(self.roll.names))
         }
         for _ in self._asked(envelopes, "the end", _finished):

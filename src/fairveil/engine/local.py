@@ -27,7 +27,7 @@ from fairveil.errors import RunFault, UserError
 from fairveil.models import ModelSpec
 from fairveil.privacy.release import MINT, Release, Reply
 from fairveil.processes import end_with_parent, keep_memory, start
-from fairveil.session import Call, Job, Member, Pick
+from fairveil.session import Call, Job, Member, Offer, Pick
 
 CACHED_BYTES = 1 << 30  # of loaded records that one process keeps; the rest is loaded anew each time
 BLOCK = 8  # clients, where nobody says
@@ -212,7 +212,7 @@ class LocalEngine:
             if busy:  # failed or abandoned: what is still under way must not be taken for answers to the next job
                 self._dismiss()
 
-    def deliver(self, served: Pick | str) -> None:
+    def deliver(self, served: Pick | Offer | str) -> None:
         """Nobody waits for a model in a simulation."""
 
     def _hire(self) -> None:

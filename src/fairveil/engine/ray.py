@@ -36,7 +36,7 @@ from fairveil.models import ModelSpec
 from fairveil.privacy.release import Reply
 from fairveil.processes import keep_memory
 from fairveil.remote import Envelope
-from fairveil.session import Call, Job, Pick
+from fairveil.session import Call, Job, Offer, Pick
 
 if TYPE_CHECKING:
     from flwr.app import Message
@@ -140,7 +140,7 @@ class RayEngine:
             if busy:  # failed or abandoned: what is still under way must not go on
                 self._stop()
 
-    def deliver(self, served: Pick | str) -> None:
+    def deliver(self, served: Pick | Offer | str) -> None:
         """Nobody waits for a model in a simulation."""
 
     def _start(self) -> _Simulation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,19 +119,39 @@ def served_models(run: Run, client: int | None) -> tuple[list[ServedModel], dict
 
 def _released(run: Run, path: Path, client: int | None) -> tuple[list[ServedModel], dict[str, Any] | None, list[str]]:
     about, weights = _read(path)
-    serves: defaultdict[int, list[int]] = defaultdict(list)
-    for number, row in enumerate(about["row_of_client"]):
-        serves[row].append(number)
+    serves = _serves(run, about.get("row_of_client"), sorted(weights))
     if client is None and len(serves) == len(run.clients) > 1:
         _refuse_all(run)
     spec, found, remarks = spec_of(run), [], []
-    for row in sorted(serves) if client is None else [about["row_of_client"][client]]:
+    for row in sorted(serves) if client is None else [_row_of(run, serves, client)]:
         name = "model" if len(serves) == 1 else f"model-{row}"
         standing: Standing = "own" if len(serves[row]) == 1 < len(run.clients) else "shared"
         found.append(ServedModel(name, _filled(spec, weights[row]), tuple(serves[row]), standing))
     if client is None and len(weights) > len(serves):
         remarks.append(f"{len(weights) - len(serves)} of the run's models serve nobody, and were not exported.")
     return found, about.get("standardise"), remarks
+
+
+def _serves(run: Run, row_of_client: Sequence[int] | None, rows: Sequence[int]) -> dict[int, list[int]]:
+    """Whom each model serves. Where clients choose by themselves, that is known in a simulation only: else all."""
+    if row_of_client is None and run.elsewhere:
+        return {row: list(range(len(run.clients))) for row in rows}
+    serves: defaultdict[int, list[int]] = defaultdict(list)
+    for number, row in enumerate(run.assignment().iloc[-1] if row_of_client is None else row_of_client):
+        if not math.isnan(row):  # a client without test records has not said
+            serves[int(row)].append(number)
+    return dict(serves)
+
+
+def _row_of(run: Run, serves: Mapping[int, Sequence[int]], client: int) -> int:
+    rows = [row for row, clients in serves.items() if client in clients]
+    if len(rows) != 1:
+        raise UserError(
+            f"which of the models serves {run.clients['name'][client]} is not known here.",
+            f"By {run.algorithm} each client chooses for itself, and does not say which. Nothing was written.",
+            "leave out --client; on a federation the client has its model in its own folder",
+        )
+    return rows[0]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[int, dict[str, Tensor]]]:

@@ -59,7 +59,7 @@ from fairveil.privacy.accounting import price
 from fairveil.privacy.ledger import Entry, Ledger
 from fairveil.privacy.mechanisms import Mechanism, canonical, events_of, from_canonical
 from fairveil.privacy.moments import LEAST_DEVIATION
-from fairveil.privacy.release import Kept, Plain, Release, Reply, Share, digest_values
+from fairveil.privacy.release import Kept, Release, Reply, Share, digest_values
 from fairveil.provenance import versions
 from fairveil.remote import DEPLOYABLE, Deployable, Envelope, Malformed, check_finite
 from fairveil.session import Call, Job, job_digest, mechanism_digest
@@ -255,19 +255,23 @@ class Guard:
         return answer
 
     def _finish(self, asked: Envelope) -> Envelope:
-        """Take the model that serves this client, if there is one besides its own; score it here, for its owner."""
+        """Take the model that serves this client, if there is one besides its own; score it here, for its owner.
+
+        Of several it takes the one that suits its records best, and does not say which.
+        """
         run = self._run(asked.text("run"))
-        model = asked.values.get("model")
-        given: dict[str, Plain] = {} if model is None else {"model": model}
+        given = {name: asked.values[name] for name in ("model", "models") if name in asked.values}
+        if len(given) > 1:
+            raise Refused("a client is served by one model, or chooses among some")
         DEPLOYABLE["evaluate"].check(given, run.bench.model.parameters)
         bench = self._scaled(run, asked)
         personal, _ = self._personal(run)
-        weights = given.get("model", personal.get("model"))
-        if isinstance(weights, Tensor):
+        served = next(iter(given.values()), personal.get("model"))
+        if isinstance(served, Tensor):
             call = Call(run.proposal.client, given, None, personal)
             ((_, reply),) = next(bench.perform(Job(evaluate, END, {}, [call])))
             self._noted(run, END, "evaluate", reply.diagnostics)
-            self._save_model(run, weights)
+            self._save_model(run, served[int(reply.diagnostics["choice"])] if "models" in given else served)
         with self.database:
             self.database.execute("UPDATE run SET state = 'finished' WHERE id = ?", (run.id,))
         return Envelope("finished")

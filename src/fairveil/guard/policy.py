@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -15,10 +16,12 @@ from fairveil.config import DataConfig, Section, read_toml
 from fairveil.options import parse
 from fairveil.privacy.accounting import Adjacency
 from fairveil.privacy.mechanisms import CohortSums, Mechanism, from_canonical
+from fairveil.privacy.metric import Sanitiser
 from fairveil.remote import Malformed
 
-TASKS = ["local_update", "choose_model", "release_moments"]  # that need trust in nobody
-BOUNDS = ("clip_norm", "bound")  # fields of mechanisms
+# that need trust in nobody; not `personal_update`: which model a client chooses in it is not hidden
+TASKS = ["local_update", "choose_model", "release_moments"]
+BOUNDS = ("clip_norm", "bound", "radius")  # fields of mechanisms
 LEAST_BOUND = 1e-9  # far above the least numbers of float32, which are rounded by up to their own size
 
 
@@ -69,7 +72,7 @@ class Proposal:
     """All that a run will ever ask of this client, as the server has put it."""
 
     client: int  # its number in the run
-    unit: Literal["record", "client"]
+    unit: Literal["record", "client", "metric"]
     delta: float
     model: str
     options: Mapping[str, Any]
@@ -91,7 +94,8 @@ class Proposal:
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise Malformed(f"not a proposal: {error}") from None
-        known = found.unit in ("record", "client") and 0 < found.delta < 1 and found.client >= 0
+        least = 0.0 if found.unit == "metric" else sys.float_info.min  # Laplace noise under a metric needs no delta
+        known = found.unit in ("record", "client", "metric") and least <= found.delta < 1 and found.client >= 0
         if not known or any(not 0 < count < 10**9 for _, count in releases) or len(dict(releases)) < len(releases):
             raise Malformed("not a proposal: its numbers make no sense")
         return found
@@ -120,7 +124,8 @@ def checked(proposal: Proposal, policy: Policy) -> dict[Mechanism, int]:
         mechanism = from_canonical(text)
         if mechanism is None:
             raise Refused("a mechanism that is not known here")
-        if isinstance(mechanism, CohortSums) is not (proposal.unit == "client"):
+        protects = "client" if isinstance(mechanism, CohortSums) else "record"
+        if (protects if not isinstance(mechanism, Sanitiser) else "metric") != proposal.unit:
             raise Refused(f"{mechanism.kind} does not go with privacy of each {proposal.unit}")
         if getattr(mechanism, "adjacency", policy.adjacency) != policy.adjacency:
             raise Refused(f"{mechanism.kind} is noised for another relation between neighbours than the policy's")

@@ -52,13 +52,28 @@ class SelectionDpEvent(dpa.DpEvent):
     epsilon: float
 
 
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class MetricDpEvent(dpa.DpEvent):
+    """One release that is epsilon-d-private: values a distance apart are indistinguishable up to epsilon times that.
+
+    `distance` is the largest between values that the guarantee is to hide from each other, in the same unit. It is the
+    mechanism that bounds it, and the statement that says for whom; a price is for that distance.
+    """
+
+    epsilon: float
+    distance: float
+
+
 @dataclass(frozen=True)
 class Price:
-    """An (epsilon, delta) guarantee, the relation between neighbours it is for, and which accountant found it."""
+    """An (epsilon, delta) guarantee, the relation between neighbours it is for, and which accountant found it.
+
+    "sum": no accountant, the epsilons of metric privacy were added up; delta is then 0.
+    """
 
     epsilon: float
     delta: float
-    accountant: Literal["rdp", "pld"]
+    accountant: Literal["rdp", "pld", "sum"]
     adjacency: Adjacency
 
 
@@ -69,12 +84,16 @@ def price(
 
     Args:
         events: event -> how often. Gaussian, Poisson-sampled Gaussian, selection, no-op and non-private events, and
-            compositions of them (a ComposedDpEvent can only be a key if it holds a tuple).
-        delta: in (0, 1).
+            compositions of them (a ComposedDpEvent can only be a key if it holds a tuple); or metric events alone.
+        delta: in (0, 1). Metric events need none.
         adjacency: between neighbours a unit is added or removed, or replaced by another.
         accountant: "tightest" takes the smaller of both prices; "rdp" is refused (UserError) under "replace".
     """
-    _check(1.0, delta, adjacency, accountant)
+    if metric := _metric(events):
+        return Price(math.fsum(n * e.epsilon * e.distance for e, n in metric), 0.0, "sum", adjacency)
+    certain = all(isinstance(event, dpa.NoOpDpEvent | dpa.NonPrivateDpEvent) for event, n in events.items() if n)
+    if delta or not certain:  # nothing, or everything, is given away at any delta
+        _check(1.0, delta, adjacency, accountant)
     return _price(_compose(events.items()), float(delta), adjacency, accountant)
 
 
@@ -96,6 +115,12 @@ def calibrate(
         delta: in (0, 1).
         adjacency: as in `price`; so is the accountant.
     """
+    if _metric(events_at(1.0)):
+
+        def metric_cost(z: float) -> float:
+            return price(events_at(z), delta).epsilon
+
+        return _solve(lambda x: math.log(metric_cost(math.exp(x))), metric_cost, float(epsilon))
     _check(epsilon, delta, adjacency, accountant)
 
     def compose(z: float) -> _Composition:
@@ -119,6 +144,17 @@ def calibrate_many(
 ) -> list[float]:
     """`calibrate` for each unit (client, say) on the same terms; equal requests are solved once: they are cached."""
     return [calibrate(events_at, epsilon, delta, **terms) for events_at in requests]
+
+
+def _metric(events: Events) -> list[tuple[MetricDpEvent, int]]:
+    """The metric events and how often, if there are any: they protect something else than others do."""
+    found = [(event, count) for event, count in events.items() if isinstance(event, MetricDpEvent) and count]
+    if found and len(found) < sum(map(bool, events.values())):
+        raise dpa.UnsupportedEventError("metric privacy does not add up with what protects records or clients.")
+    for event, count in found:
+        if not (event.epsilon >= 0 and event.distance >= 0 and count > 0):  # refuses NaN as well
+            raise ValueError(f"{event} cannot happen {count} times")
+    return found
 
 
 def _check(epsilon: float, delta: float, adjacency: Adjacency, accountant: Accountant) -> None:

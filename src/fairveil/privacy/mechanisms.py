@@ -25,7 +25,7 @@ from dp_accounting import (
 from torch import Tensor
 
 from fairveil.errors import UserError
-from fairveil.privacy.release import MINT, Plain, Release, Share
+from fairveil.privacy.release import MINT, Plain, Share
 from fairveil.streams import Stream
 
 if TYPE_CHECKING:
@@ -63,14 +63,11 @@ class Client(Protocol):
 
 
 class ClientMechanism(Mechanism, Protocol):
-    """A mechanism that the client applies by itself."""
+    """A mechanism that the client applies by itself: it mints the `Release`, with diagnostics for the metrics table."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The names of the values it releases."""
-
-    def release(self, client: Client) -> tuple[Release, dict[str, float]]:
-        """The release, and diagnostics for the metrics table."""
 
     def nothing(self, inputs: Mapping[str, Any]) -> dict[str, Plain]:
         """What stands for the release of a client that is not there; every release has its names, types and shapes."""

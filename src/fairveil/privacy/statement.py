@@ -40,7 +40,7 @@ REFERENCE = (
     ". Reference models are trained without privacy on the pooled records of each group, for evaluation only: they are "
     "not kept, but their scores are in the run folder and in the cache of numbers"
 )
-ELSEWHERE: Mapping[str, str] = {  # by unit
+ELSEWHERE: Mapping[str, str] = {  # by whether clients add the noise themselves
     "record": (
         "other runs on the same records, whose prices add up (each client keeps account of those it took part in); "
         "people who own several records, and records that several clients hold; what a client declares of itself "
@@ -74,11 +74,90 @@ class ReleaseKind:
     mixed: bool = False  # whether it is not the same each time
 
 
+VACUOUS = 20.0  # an epsilon from which on the number alone protects nobody: odds may grow 485 million times
+
+
+@dataclass(frozen=True)
+class MetricTerms:
+    """What metric privacy promises, in numbers (see `fairveil.privacy.metric`)."""
+
+    law: Literal["laplace", "gaussian", "step"]  # of the noise; "step": in proportion to the client's own step
+    hypotheses: int  # k
+    parameters: int  # n
+    radius: float  # r
+    noise_multiplier: float  # nu
+    participations: int  # the most that a client may take part
+
+    @property
+    def counted(self) -> float:
+        """Epsilon times the radius, over all participations: what Galli et al. count, in "step" as well."""
+        return self.participations * (self.parameters / self.noise_multiplier if self.noise_multiplier else math.inf)
+
+    def guarantee(self, epsilon: float, delta: float) -> str:
+        """In the words of the field."""
+        if not self.noise_multiplier:
+            return "NONE (epsilon is infinite): local models are sent without noise"
+        if self.law == "step":
+            each, in_all = self.counted / self.participations, self.counted
+            return (
+                "NONE (epsilon is infinite): each client's noise is in proportion to the secret length of its own "
+                f"step, which it gives away. Galli et al. (2023) count n/nu = {each:g} each time a client takes part, "
+                f"at most {in_all:g} in all; that is not proved, and not a guarantee"
+            )
+        whom = "any two sets of records that it may hold"
+        if self.hypotheses > 1:
+            whom += " and that choose the same hypothesis in every round"
+        found = (
+            f"what a client sends is ({rounded_up(epsilon)}, {delta!r})-indistinguishable for {whom}: their local "
+            f"models are at most {2 * self.radius:g} apart"
+        )
+        if self.law == "laplace":
+            found += (
+                f". It is metric privacy: epsilon {rounded_up(self.counted / self.radius)} for each unit of Euclidean "
+                f"distance between local models, {rounded_up(self.counted)} at the distance {self.radius:g}"
+            )
+        if self.hypotheses == 1:
+            found += ". That is local differential privacy for one client with all its records, replaced by any others"
+        return found
+
+    def in_plain_words(self, epsilon: float) -> list[tuple[str, str]]:
+        """What is promised and what is not, for whoever has to answer for the data."""
+        if math.isinf(epsilon):
+            return []
+        promised = (
+            "a client adds noise to its model before sending it. The more alike two models are, the less can be told "
+            "from what was sent which of them the client had; "
+        )
+        if self.hypotheses == 1:
+            promised += "and whatever its records are, the odds of any guess about them grow at most e^epsilon times"
+        else:
+            promised += (
+                "and among all records that lead a client to the same hypotheses, the odds of any guess about them "
+                "grow at most e^epsilon times"
+            )
+        if epsilon > VACUOUS:
+            promised += (
+                f". But e^{rounded_up(epsilon)} is so large that this number alone protects nobody: it grows with the "
+                f"number of parameters ({self.parameters:,}) and of participations ({self.participations})"
+            )
+        hidden = "It is not a guarantee for single records or patients: no number here says how well one is hidden"
+        if self.hypotheses == 1:
+            hidden = "There is no better bound for a single record or patient than this one for all of them together"
+        choice = (
+            ""
+            if self.hypotheses == 1
+            else ". Which hypothesis a client chooses, and so to which kind of clients it belongs, is not protected: "
+            "hypotheses may be far apart, and a model shows from which it came. A record that tips the choice can be "
+            "told from one that does not"
+        )
+        return [("Promised", promised), ("Not promised", f"{hidden}{choice}")]
+
+
 @dataclass(frozen=True)
 class Statement:
     """Everything a data officer has to know about what was guaranteed."""
 
-    unit: Literal["record", "client"]
+    unit: Literal["record", "client", "metric"]
     record: str  # what one record is
     holders: int  # the most clients that hold one and the same record
     units: int  # how many ledgers: clients, or 1 for the federation
@@ -96,12 +175,14 @@ class Statement:
     noise_source: str
     not_covered: str
     complete: bool  # whether all rounds are done
+    metric: MetricTerms | None = None  # of metric privacy
 
     def lines(self) -> list[tuple[str, str]]:
         """The guarantee and all that it rests on, as (heading, text)."""
         public = "; ".join(f"{what} ({why})" for what, why in self.public.items())
         return [
             ("Guarantee", self._guarantee()),
+            *([] if self.metric is None else self.metric.in_plain_words(self.epsilon)),
             ("A record is", self.record),
             ("Trusted", self.trust),
             ("Sent", self._sent()),
@@ -126,7 +207,8 @@ class Statement:
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Statement:
         """What `to_json` wrote."""
-        values = {f.name: plain[f.name] for f in fields(cls)}
+        values = {f.name: plain[f.name] for f in fields(cls) if f.name != "metric"}
+        values["metric"] = MetricTerms(**metric) if (metric := plain.get("metric")) else None
         for key in ("epsilon", "epsilon_without_leaks", "epsilon_spent"):
             values[key] = None if values[key] is None else float(values[key])  # float("infinity") is infinite
         kinds: list[dict[str, Any]] = [
@@ -136,6 +218,8 @@ class Statement:
         return cls(**values)
 
     def _guarantee(self) -> str:
+        if self.metric is not None:
+            return self.metric.guarantee(self.epsilon, self.delta)
         if math.isinf(self.epsilon):
             none = "NONE (epsilon is infinite): something is sent without noise"
             if math.isinf(self.epsilon_without_leaks):
@@ -156,7 +240,7 @@ class Statement:
         )
 
     def _sent(self) -> str:
-        by = "by each client" if self.unit == "record" else "by the federation"
+        by = "by the federation" if self.unit == "client" else "by each client"
         parts = []
         for release in self.releases:
             fewest, most = release.planned_per_unit
@@ -168,7 +252,7 @@ class Statement:
 
 def make_statement(
     *,
-    unit: Literal["record", "client"],
+    unit: Literal["record", "client", "metric"],
     record: str,
     holders: int,
     price: Price,
@@ -182,6 +266,7 @@ def make_statement(
     reference: bool,
     complete: bool,
     elsewhere: bool = False,
+    metric: MetricTerms | None = None,
 ) -> Statement:
     """The statement of a run.
 
@@ -193,6 +278,7 @@ def make_statement(
         planned, posted: by unit, in the same order, the smallest unit first.
         reference: whether models are trained without privacy, for evaluation.
         elsewhere: whether clients are on machines of their own.
+        metric: of metric privacy, what its words are made of.
     """
     kinds = sorted({mechanism.kind for releases in planned for mechanism in releases})
     return Statement(
@@ -212,10 +298,11 @@ def make_statement(
         releases=tuple(_kind(kind, planned, posted) for kind in kinds),
         public=dict(public),
         noise_source=NOISE_SOURCES[noise],
-        not_covered=(ELSEWHERE[unit] if elsewhere else NOT_COVERED)
+        not_covered=(ELSEWHERE["client" if unit == "client" else "record"] if elsewhere else NOT_COVERED)
         + (REFERENCE if reference else "")
-        + (OVERLAP.format(holders) if unit == "client" and holders > 1 else ""),
+        + (OVERLAP.format(holders) if unit != "record" and holders > 1 else ""),
         complete=complete,
+        metric=metric,
     )
 
 
