@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -128,6 +129,58 @@ def test_hospitals_are_grouped_as_asked() -> None:
     by_state = build_federation("hospital-charges", {"group": "state"}, None, 0)
     assert len(by_state.groups) == 51 and by_state.groups[by_state.group[0]] == "AL"
     assert by_state.load(5).train.x.equal(by_size.load(5).train.x)
+
+
+@charges
+def test_kinds_of_procedures_are_ten_columns_of_zeros_and_ones() -> None:
+    federation = build_federation("hospital-charges", {"features": "kinds"}, None, 0)
+    assert federation.clients == 3337 and federation.features == (10,)
+    assert "kinds" in " ".join(federation.public)
+    each = build_federation("hospital-charges", {}, None, 0)
+    assert each.fingerprint != federation.fingerprint and "kinds" not in " ".join(each.public)
+    assert each.load(7).train.y.equal(federation.load(7).train.y)  # the same records, seen otherwise
+    assert DATA is not None
+    table = pd.read_parquet(Path(DATA) / CHARGES.folder / "cms_ipps_fy2011.parquet", columns=["code", "definition"])
+    codes, definitions = (column.to_list() for _, column in table.drop_duplicates().sort_values("code").items())
+    assert len(codes) == 100
+    held = [everything(pair, client) for pair in (each, federation) for client in range(0, 3337, 10)]
+    procedure = torch.cat([records.x for records in held[:334]])[:, 51:].argmax(dim=1).tolist()
+    rows = torch.cat([records.x for records in held[334:]])
+    assert set(rows.unique().tolist()) == {0.0, 1.0} and (rows[:, :4].sum(dim=1) == 1).all()
+    region = np.repeat(federation.group[::10], [len(records) for records in held[334:]])
+    assert rows[:, :4].argmax(dim=1).tolist() == region.tolist()
+    found = {codes[p]: row for p, row in zip(procedure, rows[:, 4:].int().tolist(), strict=True)}
+    by_hand = {  # operation, implant, ventilation, major complications, complications, severe
+        39: [1, 0, 0, 0, 0, 0],  # extracranial procedures without complications
+        65: [0, 0, 0, 0, 1, 0],  # stroke with complications
+        202: [0, 0, 0, 1, 0, 0],  # bronchitis "W CC/MCC"
+        207: [0, 0, 1, 0, 0, 0],  # lungs, with a ventilator for four days
+        246: [1, 1, 0, 1, 0, 0],  # a stent "W MCC OR 4+ VESSELS/STENTS"
+        287: [0, 0, 0, 0, 0, 0],  # "W CARD CATH W/O MCC"
+        330: [1, 0, 0, 0, 1, 1],  # bowel surgery with complications
+        470: [1, 1, 0, 0, 0, 0],  # a new hip or knee "W/O MCC"
+        853: [1, 0, 0, 1, 0, 1],  # infection with an operation "W MCC"
+        870: [0, 0, 1, 0, 0, 1],  # sepsis, ventilated
+        871: [0, 0, 0, 1, 0, 1],  # "W/O MV 96+ HOURS W MCC"
+    }
+    assert {code: found[code] for code in by_hand} == by_hand
+    for code, definition in zip(codes, definitions, strict=True):  # by words, and not by a pattern
+        words = definition.split()
+        with_ = {after for before, after in itertools.pairwise(words) if before == "W"}
+        assert found[code][3:5] == [int(bool(with_ & {"MCC", "CC/MCC"})), int("CC" in with_)]
+
+
+@charges
+@pytest.mark.parametrize(("features", "rmse"), [("each", 0.372), ("kinds", 0.504)])
+def test_a_central_linear_fit_of_the_charges(features: str, rmse: float) -> None:
+    """By least squares over all records; a constant is off by their standard deviation."""
+    source = build_federation("hospital-charges", {"features": features}, None, 0).source
+    assert isinstance(source, Columns)
+    y = source.train.y.double().numpy()
+    x = np.column_stack([source.train.x.numpy(), np.ones(len(y), np.float32)]).astype(np.float64)
+    best, *_ = np.linalg.lstsq(x.T @ x, x.T @ y, rcond=None)  # the normal equations: 152 columns of 163,065
+    assert len(y) == 163_065 and y.std() == pytest.approx(0.726, abs=5e-4)
+    assert np.sqrt(np.mean((x @ best - y) ** 2)) == pytest.approx(rmse, abs=5e-4)
 
 
 @heart

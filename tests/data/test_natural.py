@@ -18,6 +18,7 @@ import scipy.io
 import torch
 
 from fairveil.data.archive import Archive, Asset, Stored
+from fairveil.data.datasets import check_dataset
 from fairveil.data.federation import Federation
 from fairveil.data.images import Mnist
 from fairveil.data.natural import DOMAINS, OfficeCaltech, QmnistWriters, Vehicle
@@ -101,6 +102,74 @@ def test_writers_by_seed_and_test_fraction(writers: Path) -> None:
     half = QmnistWriters(folder=writers, test_fraction=0.5).load(0)
     assert half.size.tolist() == [1, 1, 1]  # of 1, 2 and 3
     assert parse_split(QmnistWriters.default_split).apply(first, 0) is first
+
+
+def by_writer(federation: Federation) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Images and labels of every writer, in the order of the pixel that tells them apart."""
+    found = {}
+    for client, name in enumerate(federation.names):
+        data = federation.load(client)
+        x, y = (torch.cat([getattr(part, key) for part in (data.train, data.test)]) for key in "xy")
+        order = x.sum(dim=(1, 2, 3)).argsort()
+        found[name] = x[order], y[order]
+    return found
+
+
+@pytest.mark.parametrize("degrees", [90, -30])
+def test_some_writers_digits_are_turned(writers: Path, degrees: float) -> None:
+    federation = QmnistWriters(folder=writers, part="both", rotated=0.4, degrees=degrees).load(0)
+    assert federation.groups == ("upright", "turned") and sorted(federation.group) == [0, 0, 0, 1, 1]  # 0.4 of five
+    assert federation.classes == 10 and federation.features == (1, 28, 28)
+    upright, found = by_writer(QmnistWriters(folder=writers, part="both").load(0)), by_writer(federation)
+    for name, turned in zip(federation.names, federation.group, strict=True):
+        x, y = upright[name]
+        if degrees == -30:  # the one pixel that is set, a corner, is turned out of the picture
+            assert found[name][0].any() == (not turned) and sorted(found[name][1].tolist()) == sorted(y.tolist())
+            continue
+        assert torch.equal(found[name][0], x.rot90(1, (2, 3)) if turned else x) and torch.equal(found[name][1], y)
+        assert not turned or found[name][0][:, 0, 27, 0].any()  # the corner above left has come down
+
+
+def test_who_is_turned_is_drawn_by_the_seed_and_never_all_or_none(writers: Path) -> None:
+    drawn = {
+        tuple(QmnistWriters(folder=writers, part="both", rotated=0.4).load(seed).group.tolist()) for seed in range(20)
+    }
+    assert len(drawn) > 3 and all(sum(group) == 2 for group in drawn)
+    assert QmnistWriters(folder=writers, rotated=0.01).load(0).group.sum() == 1
+    assert QmnistWriters(folder=writers, rotated=0.99).load(0).group.sum() == 2  # of three
+
+
+def test_parity_and_its_inverse(writers: Path) -> None:
+    plain = by_writer(QmnistWriters(folder=writers, part="both").load(0))
+    parity = QmnistWriters(folder=writers, part="both", target="parity").load(0)
+    assert parity.classes == 2 and parity.groups == ("census employees", "students")
+    assert by_writer(parity)["writer 2100"][1].tolist() == [1, 0, 0]  # of 0, 1, 9
+    for inverted in (False, True):
+        options = {"rotated": 0.4, "target": "parity", "inverted": inverted}
+        federation = QmnistWriters(folder=writers, part="both", **options).load(0)
+        for (name, (_, y)), turned in zip(by_writer(federation).items(), federation.group, strict=True):
+            even = [digit in (0, 2, 4, 6, 8) for digit in plain[name][1].tolist()]
+            assert y.tolist() == [int(label != (inverted and turned)) for label in even]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"inverted": True}, "data.options.inverted = true needs the parity."),
+        ({"inverted": True, "rotated": 0.2}, "data.options.inverted = true needs the parity."),
+        (
+            {"inverted": True, "target": "parity"},
+            "data.options.inverted = true needs writers whose digits are turned.",
+        ),
+        ({"rotated": 0.2, "degrees": 720.0}, "data.options.degrees = 720 turns nothing."),
+        ({"rotated": 1.0}, "data.options.rotated = 1.0"),
+        ({"rotated": -0.1}, "data.options.rotated = -0.1"),
+    ],
+)
+def test_turns_that_make_no_sense(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_dataset("qmnist-writers", options, None)
+    assert error.value.what.startswith(what)
 
 
 def test_labels_that_are_not_those_of_mnist(writers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +315,23 @@ def test_the_real_writers() -> None:
     test = published(QmnistWriters, part="test")
     assert test.clients == 297 and held(test).sum() == 10_000 and np.bincount(test.group).tolist() == [48, 249]
     assert not set(test.names) & set(train.names)  # nobody wrote for both
+
+
+@pytest.mark.data
+def test_the_real_writers_turned_and_inverted() -> None:
+    """A fifth of 539 are 108; 30,508 digits of 60,000 are odd, and who is turned has them as class 1."""
+    plain, turned = published(QmnistWriters), published(QmnistWriters, rotated=0.2, target="parity", inverted=True)
+    assert np.bincount(turned.group).tolist() == [431, 108] and turned.groups == ("upright", "turned")
+    assert turned.names == plain.names and (turned.size == plain.size).all()
+    odd = 0
+    for client in range(turned.clients):
+        left, right = plain.load(client), turned.load(client)
+        of = int(turned.group[client])
+        assert torch.equal(right.test.x, left.test.x.rot90(of, (2, 3)))
+        for before, after in ((left.train.y, right.train.y), (left.test.y, right.test.y)):
+            assert torch.equal(after == of, before % 2 == 1)
+            odd += int((after == of).sum())
+    assert odd == 30_508
 
 
 @pytest.mark.data

@@ -6,7 +6,8 @@ How a column becomes a number is declared here, from medical and public knowledg
 from __future__ import annotations
 
 import io
-from typing import ClassVar, Literal
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from fairveil.data.archive import Archive, Asset, Stored
 from fairveil.data.columns import Category, Declared, Range, prepare
 from fairveil.data.federation import Federation, Records
 from fairveil.data.partition import TestFraction, owned
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 HEART = Archive(
     name="heart-disease",
@@ -102,23 +106,34 @@ REGIONS = {  # of the US Census Bureau
     "West": "AZ CO ID MT NV NM UT WY AK CA HI OR WA",
 }
 SIZES = {"small (below 20 procedures)": 0, "medium (20 to 59)": 20, "large (60 and more)": 60}  # from this many on
+OPERATIONS = (39, *range(238, 255), 329, 330, 418, 419, 460, 469, 470, 473, 480, 481, 482, 491, 853)
+IMPLANTS = (238, 243, 244, 246, 247, 249, 251, 460, 469, 470, 473)  # a device is implanted, or a vessel opened
+VENTILATION = (207, 208, 870)
+MAJOR, MINOR = r" W (?:CC/)?MCC", r" W CC(?!/)"  # complications, by the words of a definition
+SEVERE = (177, 178, 329, 330, 853, 870, 871, 872)  # infections of lung or blood, and surgery of the bowel
 
 
 class HospitalCharges(Stored):
     """What 3,337 US hospitals charge for 100 procedures: predict the logarithm of the average charge.
 
     A record is one hospital's average charge for one procedure (a diagnosis-related group), over at least 11 patients.
-    Features are place (51 states, a column of 0 and 1 each) and procedure (100 groups, a column of 0 and 5 each: one in
-    a hundred records has a given one, and with 0 and 1 its price would be learned far more slowly than the intercept).
     The target is ln(charge) - 10: its error is relative, so an RMSE of 0.3 is about 30%. 95 hospitals have one record,
     and are not scored.
 
     Attributes:
+        features: "each" place (51 states, a column of 0 and 1 each) and procedure (100 groups, a column of 0 and 5
+            each: one in a hundred records has a given one, and with 0 and 1 its price would be learned far more slowly
+            than the intercept). Or their "kinds", ten columns of 0 and 1: the four census regions; and of the
+            procedure, whether it is an operation, implants a device or opens a vessel, ventilates, has major
+            complications, has complications, is for a severe infection or on the bowel. A linear model of these has 11
+            parameters, as many as the budgets in Galli, Jung, Biswas, Palamidessi, Cucinotta, "Advancing Personalized
+            Federated Learning: Group Privacy, Fairness, and Beyond", 2023, are multiples of; which, it does not say.
         group: by which hospitals are compared: census "region", "state", or "size" (how many of the procedures).
         test_fraction: share of each hospital's records kept for testing.
     """
 
     archive: ClassVar[Archive] = CHARGES
+    features: Literal["each", "kinds"] = "each"
     group: Literal["region", "state", "size"] = "region"
     test_fraction: TestFraction = 0.2
 
@@ -126,19 +141,26 @@ class HospitalCharges(Stored):
         """A client for each hospital."""
         import pandas as pd
 
-        columns = ["provider_id", "provider_name", "provider_state", "code", "average_covered_charges"]
+        columns = ["provider_id", "provider_name", "provider_state", "code", "definition", "average_covered_charges"]
         table = pd.read_parquet(io.BytesIO(self.file("cms_ipps_fy2011.parquet")), columns=columns)
         client, providers = pd.factorize(table["provider_id"], sort=True)
         state, states = pd.factorize(table["provider_state"], sort=True)
-        procedure, procedures = pd.factorize(table["code"], sort=True)
-        rows = np.arange(len(table))
-        x = np.zeros((len(table), len(states) + len(procedures)), dtype=np.float32)
-        x[rows, state] = 1
-        x[rows, len(states) + procedure] = 5
+        if self.features == "kinds":
+            x = _kinds(_region(states)[state], table["code"], table["definition"])
+        else:
+            procedure, procedures = pd.factorize(table["code"], sort=True)
+            rows = np.arange(len(table))
+            x = np.zeros((len(table), len(states) + len(procedures)), dtype=np.float32)
+            x[rows, state] = 1
+            x[rows, len(states) + procedure] = 5
         y = (np.log(table["average_covered_charges"].to_numpy()) - 10).astype(np.float32)
         first = np.unique(client, return_index=True)[1]  # a row of each hospital
         group, groups = self._groups(states[state[first]], np.bincount(client))
         names = table["provider_name"].to_numpy()[first]
+        kinds = {
+            "the kinds of procedures": "read off the codes and definitions of the diagnosis-related groups, which CMS "
+            "publishes; the regions are those of the Census Bureau"
+        }
         return owned(
             "hospital-charges", Records(torch.from_numpy(x), torch.from_numpy(y)), client.astype(np.int64), classes=0,
             test_fraction=self.test_fraction, seed=seed, group=group, groups=groups,
@@ -147,7 +169,8 @@ class HospitalCharges(Stored):
             public={
                 "the lists of states and procedures": "published by CMS with the data",
                 "the group of each hospital": "its state is known; its size class follows from its exact size",
-            },
+            }
+            | (kinds if self.features == "kinds" else {}),
         )  # fmt: skip
 
     def _groups(self, state: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -157,5 +180,19 @@ class HospitalCharges(Stored):
         if self.group == "state":
             names, group = np.unique(state.astype(str), return_inverse=True)
             return group, tuple(names.tolist())
-        region = {code: number for number, codes in enumerate(REGIONS.values()) for code in codes.split()}
-        return np.array([region[code] for code in state]), tuple(REGIONS)
+        return _region(state), tuple(REGIONS)
+
+
+def _region(states: Iterable[str]) -> np.ndarray:
+    """(states,) the number of each state's region."""
+    region = {code: number for number, codes in enumerate(REGIONS.values()) for code in codes.split()}
+    return np.array([region[code] for code in states])
+
+
+def _kinds(region: np.ndarray, code: pd.Series, definition: pd.Series) -> np.ndarray:
+    """(records, 10) float32 of 0 and 1: four regions, and six kinds of the procedure."""
+    kinds = [
+        code.isin(OPERATIONS), code.isin(IMPLANTS), code.isin(VENTILATION), definition.str.contains(MAJOR),
+        definition.str.contains(MINOR), code.isin(SEVERE),
+    ]  # fmt: skip
+    return np.column_stack([region == number for number in range(len(REGIONS))] + kinds).astype(np.float32)

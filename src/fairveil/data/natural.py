@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import io
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from fairveil.data.archive import Archive, Asset, Stored
 from fairveil.data.federation import Federation, Records
 from fairveil.data.images import MNIST, Mnist, read_idx
 from fairveil.data.partition import TestFraction, owned
+from fairveil.data.shifts import rotate
 from fairveil.errors import UserError
 from fairveil.streams import Stream
 
@@ -77,26 +78,71 @@ class QmnistWriters(Stored):
     Attributes:
         part: writers of MNIST's training set (19 to 131 digits each), of its test set (8 to 130), or both. Nobody
             wrote for both.
+        rotated: share of the writers whose digits are turned, drawn at random. Above 0 the groups are who is upright
+            and who is turned.
+        degrees: how far, counter-clockwise.
+        target: the "digit", or its "parity": class 1 if it is even.
+        inverted: whether class 1 means odd for those who are turned, as in Galli, Jung, Biswas, Palamidessi,
+            Cucinotta, "Advancing Personalized Federated Learning: Group Privacy, Fairness, and Beyond", 2023.
         test_fraction: share of each writer's digits kept for testing, at least one.
     """
 
     archive = QMNIST_WRITERS
     part: Literal["train", "test", "both"] = "train"
+    rotated: float = Field(0.0, ge=0, lt=1)
+    degrees: float = 90.0
+    target: Literal["digit", "parity"] = "digit"
+    inverted: bool = False
     test_fraction: TestFraction = 0.2
+
+    @model_validator(mode="after")
+    def _something_to_invert(self) -> Self:
+        if self.inverted and (self.target != "parity" or not self.rotated):
+            what = "the parity" if self.target != "parity" else "writers whose digits are turned"
+            raise UserError(
+                f"data.options.inverted = true needs {what}.",
+                "It is the parity that is inverted, for those who are turned; else nothing would be.",
+                'data.options.target = "parity" and data.options.rotated = 0.2, or data.options.inverted = false',
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _turned_at_all(self) -> Self:
+        if self.rotated and self.degrees % 360 == 0:
+            raise UserError(
+                f"data.options.degrees = {self.degrees:g} turns nothing.",
+                "The two groups would be alike under different names.",
+                "data.options.degrees = 90, or data.options.rotated = 0",
+            )
+        return self
 
     def load(self, seed: int) -> Federation:
         """A client for each writer, in the order of their numbers."""
         parts = [self._part(part) for part in ("train", "test") if self.part in (part, "both")]
         images, labels, series, writers = (np.concatenate(each) for each in zip(*parts, strict=True))
         numbers, client = np.unique(writers, return_inverse=True)
-        group = np.zeros(len(numbers), dtype=np.int64)
+        group, groups = np.zeros(len(numbers), dtype=np.int64), ("census employees", "students")
         group[client] = series == 4  # each writer is in one series only
         x = torch.from_numpy(np.divide(images, 255, dtype=np.float32))
+        if self.rotated:
+            group, groups = self._turned(len(numbers), seed), ("upright", "turned")
+            turned = torch.from_numpy(np.flatnonzero(group[client]))
+            x[turned] = rotate(x[turned], self.degrees)
+        y = labels.astype(np.int64)
+        if self.target == "parity":
+            y = (y + 1 + (group[client] if self.inverted else 0)) % 2
         return owned(
-            self.archive.name, Records(x, torch.from_numpy(labels.astype(np.int64))), client, classes=10,
-            test_fraction=self.test_fraction, seed=seed, group=group, groups=("census employees", "students"),
+            self.archive.name, Records(x, torch.from_numpy(y)), client, classes=2 if self.target == "parity" else 10,
+            test_fraction=self.test_fraction, seed=seed, group=group, groups=groups,
             names=tuple(f"writer {number}" for number in numbers), record="one image",
         )  # fmt: skip
+
+    def _turned(self, writers: int, seed: int) -> np.ndarray:
+        """(writers,) 1 for those whose digits are turned, else 0; there is at least one of each."""
+        many = int(np.clip(round(self.rotated * writers), 1, writers - 1))
+        turned = np.zeros(writers, dtype=np.int64)
+        turned[Stream(seed, self.archive.name, "turned").numpy.permutation(writers)[:many]] = 1
+        return turned
 
     def _part(self, part: Literal["train", "test"]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Images, labels, series and writers, row by row; QMNIST's test set goes on where that of MNIST ends."""
