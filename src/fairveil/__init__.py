@@ -8,8 +8,13 @@ fairveil.load_run(result.folder).metrics                    # all that was measu
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+# Before MKL multiplies its first matrices: on some processors its products of several matrices at once differ in the
+# last bit from those of one alone, and a run would depend on the size of its blocks. It costs no time to speak of.
+os.environ.setdefault("MKL_CBWR", "AUTO")
 
 if TYPE_CHECKING:
     from fairveil.config import RunConfig, load_config, make_config
