@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -23,13 +24,16 @@ from torch import Tensor
 from fairveil import evaluation
 from fairveil.config import RunConfig, make_config
 from fairveil.contract import differ, outcome
-from fairveil.data.federation import ClientData, Federation, Records
+from fairveil.data.federation import ClientData, Decision, Federation, Records
 from fairveil.evaluation import reference_model
 from fairveil.models import Model, ModelSpec
 from fairveil.plan import make_plan
+from fairveil.privacy.release import MINT
 from fairveil.reading import Run, load_run
 from fairveil.run import resume_run, run_in, start_run
+from fairveil.session import Member
 from fairveil.store import Store
+from fairveil.tasks import confuse
 
 NOISE = {"noise_multiplier": 1.0, "delta": 1e-3}
 
@@ -145,6 +149,88 @@ def test_judged_by_clients_there_are_no_scores_by_attribute(visits: dict[str, An
     run = ran(visits, runs, fairness={})
     assert set(run.metrics["split"]) == {"test", "train"} and run.by_group("accuracy").columns.tolist() == ["all"]
     assert set(run.confusion["attribute"]) == {"", "sex", "band"}
+
+
+# ---- decisions -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loans(visits: dict[str, Any]) -> dict[str, Any]:
+    """Five clients of the majority and four of the minority under one linear model, which suits neither."""
+    data = {"dataset": "loan-groups", "options": {"clients": [5, 4], "test_records": 30}}
+    return visits | {"data": data, "model": {"name": "linear"}, "fairness": {}}
+
+
+def test_decisions_of_a_model_made_by_hand() -> None:
+    """It predicts 2a - b + 1. Up to 3 is a 1, and so is 3 itself: true numbers 3, 4, 2, 9 and predicted 3, 5, 4, -1."""
+    x = torch.tensor([[1.0, 0.0], [2.0, 0.0], [2.0, 1.0], [0.0, 2.0]])
+    rows = Records(x, torch.tensor([3.0, 4.0, 2.0, 9.0]))
+    model = ModelSpec("linear", (2,), 0).build()
+    weights = torch.tensor([2.0, -1.0, 1.0])
+    assert model.scored(model.unflatten(weights), rows.x, rows.y)[0][:, 0].tolist() == [3.0, 5.0, 4.0, -1.0]
+    data = ClientData(rows, rows, {"sex": np.array([0, 1, 1, 0])}, Decision(3.0, above=False))
+    (reply,) = confuse([Member(data, model, {"model": weights}, None, {}, (0,), MINT)])
+    everyone = {"/0/1/1": 1.0, "/0/0/0": 1.0, "/0/1/0": 1.0, "/0/0/1": 1.0}
+    assert reply.diagnostics == everyone | {"sex/0/1/1": 1.0, "sex/1/0/0": 1.0, "sex/1/1/0": 1.0, "sex/0/0/1": 1.0}
+
+
+def test_decisions_are_counted_by_hand(loans: dict[str, Any], runs: Path) -> None:
+    """From the model that is served at the end, and from the law of the data: below 0 no loan for the majority, above
+    15 none for the minority."""
+    run, federation = ran(loans, runs), make_config(loans).build_federation()
+    expected: Counter[tuple[int, ...]] = Counter()
+    for client in range(9):
+        test = federation.load(client).test
+        numbers = test.y.double().numpy(), logits(run.folder, test.x)[:, 0]
+        decided = [(y >= 0 if client < 5 else y <= 15).astype(int).tolist() for y in numbers]
+        expected.update((client, *pair) for pair in zip(*decided, strict=True))
+    assert run.confusion.set_index(["client", "actual", "predicted"])["n"].to_dict() == expected
+    assert run.confusion["n"].sum() == 9 * 30 and run.main == "rmse"  # what is predicted is still a number
+
+
+def test_decisions_travel_to_other_processes(loans: dict[str, Any], runs: Path) -> None:
+    """Whether a client is asked in this process or in another, alone or side by side with others."""
+    engines = ({"workers": 1, "block": 1}, {"workers": 2, "block": 3})
+    alone, apart = (ran(loans, runs, engine=engine).confusion for engine in engines)
+    pd.testing.assert_frame_equal(alone, apart)
+    assert set(apart["client"]) == set(range(9)) and apart["n"].sum() == 9 * 30
+
+
+def test_decisions_are_compared_between_groups(
+    loans: dict[str, Any], fairveil: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    """By the command, where no class is named: differences in its JSON, rates in the report."""
+    (tmp_path / "loans.toml").write_text(make_config(loans).to_toml())
+    code, out, _ = fairveil("run", "loans.toml", "--json")
+    said = json.loads(out)
+    assert code == 0 and "rmse" in said
+    run = load_run(said["run"])
+    assert run.positive == 1 and run.facts["decided"]
+    counts = run.confusion.assign(group=np.where(run.confusion["client"] < 5, "majority", "minority"))
+    rates: dict[str, list[float]] = {"selected": [], "true": [], "false": []}
+    for _, of in counts.groupby("group"):
+        for name, among in (("selected", of), ("true", of[of["actual"] == 1]), ("false", of[of["actual"] == 0])):
+            rates[name].append(among.loc[among["predicted"] == 1, "n"].sum() / among["n"].sum())
+    apart = {name: abs(majority - minority) for name, (majority, minority) in rates.items()}
+    found = {name: difference["value"] for name, difference in said["fairness"]["clients"].items()}
+    assert found.pop("accuracy") > 0
+    assert found == pytest.approx(
+        {
+            "demographic parity": apart["selected"],
+            "equalised odds": max(apart["true"], apart["false"]),
+            "equal opportunity": apart["true"],
+        }
+    )
+    code, _, _ = fairveil("report", said["run"], "--out", "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert code == 0 and "By group of clients, over test records. Class 1 is the advantage." in page
+    assert all(word in page for word in ("majority", "minority", "selection rate", "equal opportunity"))
+
+
+def test_the_decision_for_somebody_is_the_advantage(handmade: Callable[..., Run]) -> None:
+    assert handmade(["a"], facts={"classes": 0, "decided": True}).positive == 1
+    assert handmade(["a"], facts={"classes": 0, "decided": False}).positive is None
+    assert handmade(["a"], facts={"classes": 0}).positive is None  # a folder from before there were decisions
 
 
 # ---- another way to judge changes no release -------------------------------------------------------

@@ -56,7 +56,7 @@ def save_confusion(plan: Plan, engine: Engine, store: Store, served: Served, per
 
     Where clients share their test records and their model, one of them stands for all.
     """
-    if not plan.facts.classes:
+    if not plan.facts.classes and not plan.federation.decided:
         return
     rows = []
     for clients, _, counts in _asked(plan, engine, confuse, "the end, confusion", served, personal, {}):

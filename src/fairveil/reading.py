@@ -157,9 +157,10 @@ class Run:
 
     @property
     def positive(self) -> int | None:
-        """The class that is an advantage; None: no class is."""
+        """The class, or decision, that is an advantage; None: no class is."""
         given = self.config.get("fairness", {}).get("positive")
-        return given if given is not None else 1 if self.facts.get("classes") == 2 else None
+        two = self.facts.get("classes") == 2 or self.facts.get("decided")
+        return given if given is not None else 1 if two else None
 
     def confusions(self) -> dict[str, pd.DataFrame]:
         """The confusion counts by group of clients ("") and by every attribute of the records, where they tell some

@@ -268,7 +268,7 @@ def begin(plan: Plan, store: Store) -> None:
         clients = [(name, federation.groups[g]) for name, g in zip(names, federation.group, strict=True)]
         facts = {"data": federation.fingerprint, "config": plan.config.digest(), "code": plan.code, "commit": commit()}
         made_of = {  # for whoever reads the folder without the data
-            "features": federation.features, "classes": federation.classes,
+            "features": federation.features, "classes": federation.classes, "decided": federation.decided,
             "record": federation.record, "dataset": federation.name, "holders": plan.holders,
             "elsewhere": federation.elsewhere,
             "common_tests": federation.common_tests, "parameters": plan.facts.parameters,

@@ -148,15 +148,21 @@ def _scores(output: Tensor, losses: Tensor, y: Tensor) -> dict[str, float]:
 def confuse(members: Sequence[Member]) -> list[Reply]:
     """How often a model, given as in `evaluate`, takes one class for another on each client's test records.
 
-    The diagnostics "attribute/v/actual/predicted" count records that have value v of an attribute; "/0/..." all.
+    Where a client has a decision, its classes are what is decided about the true number and the predicted one. The
+    diagnostics "attribute/v/actual/predicted" count records that have value v of an attribute; "/0/..." all.
     """
     replies = []
     for member in members:
         weights, choice = _serving(member)
         records, counts = member.data.test, Counter[str]()
         if len(records.y):
-            predicted = _tested(member.model, weights, records)[0].argmax(dim=1).tolist()
-            pairs = list(zip(records.y.tolist(), predicted, strict=True))
+            output, decision = _tested(member.model, weights, records)[0], member.data.decision
+            actual, predicted = (
+                (records.y, output.argmax(dim=1))
+                if decision is None
+                else (decision.about(records.y), decision.about(output[:, 0]))
+            )
+            pairs = list(zip(actual.tolist(), predicted.tolist(), strict=True))
             for name, values in {"": np.zeros(len(pairs), int), **member.data.attributes}.items():
                 counts.update(f"{name}/{v}/{a}/{p}" for v, (a, p) in zip(values.tolist(), pairs, strict=True))
         replies.append(Reply(Kept(), diagnostics={key: float(n) for key, n in counts.items()} | choice))

@@ -147,6 +147,13 @@ def test_unknown_datasets() -> None:
             "data.options.clients = [50, 50]",
         ),
         (
+            "loan-groups",
+            {"clients": [0, 5]},
+            "data.options.clients[0] = 0 is not valid.",
+            "greater than 0",
+            "data.options.clients = [800, 200]",
+        ),
+        (
             "gaussian-clusters",
             {"separation": float("nan")},
             "data.options.separation = NaN is not valid.",

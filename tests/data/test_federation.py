@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fairveil.data.federation import ClientData, Federation, Records, fingerprint, nominal_sizes
+from fairveil.data.federation import ClientData, Decision, Federation, Records, Standardise, fingerprint, nominal_sizes
 
 
 class TwoRecords:
@@ -97,6 +97,7 @@ def test_columns_are_checked() -> None:
         ({"size": np.array([2, 2, 2])}, "3 sizes"),
         ({"group": np.array([0, 2])}, "group 2 has no name"),
         ({"classes": 1}, "at least 2"),
+        ({"decided": True}, "not from 2 classes"),
     ]:
         with pytest.raises(ValueError, match=message):
             federation(**changed)
@@ -109,6 +110,33 @@ def test_loading_is_checked() -> None:
             federation().load(client)
     with pytest.raises(ValueError, match="client 1 loads 2 records, not 3"):
         federation(size=np.array([2, 3])).load(1)
+
+
+@pytest.mark.parametrize(("above", "expected"), [(True, [0, 0, 1, 1, 1, 0]), (False, [1, 1, 1, 0, 0, 0])])
+def test_decisions_by_hand(above: bool, expected: list[int]) -> None:
+    """From the threshold on, or up to it: the threshold itself is among both, and what is no number among neither."""
+    numbers = torch.tensor([-torch.inf, 14.999, 15.0, 15.001, torch.inf, torch.nan])
+    found = Decision(15.0, above).about(numbers)
+    assert found.tolist() == expected and found.dtype == torch.int64
+    assert Decision(0.0).about(torch.tensor([-0.0, 0.0])).tolist() == [1, 1]
+
+
+class Decided:
+    def load(self, client: int) -> ClientData:
+        records = Records(torch.ones(2, 3), torch.zeros(2))
+        return ClientData(records, records, {"sex": np.array([0, 1])}, Decision(float(client)))
+
+
+def test_decisions_stay_with_their_client() -> None:
+    decided = federation(classes=0, decided=True, source=Decided(), standardise=Standardise(((0, None),), 1.0))
+    standard = decided.standardised(np.array([1.0]), np.array([2.0]))
+    assert standard.decided and standard.load(1).train.x[:, 0].tolist() == [0.0, 0.0]
+    for data in (decided.load(1), standard.load(1)):
+        assert data.decision == Decision(1.0) and data.attributes["sex"].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="client 1 has the decision None, but decided = True"):
+        federation(classes=0, decided=True).load(1)
+    with pytest.raises(ValueError, match="but decided = False"):
+        federation(classes=0, source=Decided()).load(0)
 
 
 def test_records_are_checked() -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fairveil.data.datasets import build_federation
-from fairveil.data.federation import Federation
+from fairveil.data.federation import Decision, Federation
 from fairveil.data.synthetic import GaussianClusters, Synthetic
 
-NAMES = ["gaussian-clusters", "linear-clusters", "synthetic"]
+NAMES = ["gaussian-clusters", "linear-clusters", "loan-groups", "synthetic"]
 
 
 def build(name: str, seed: int = 0, **options: Any) -> Federation:
@@ -109,6 +109,35 @@ def test_least_squares_finds_theta_in_each_linear_cluster() -> None:
         noise = y - x @ np.array(theta)
         assert noise.min() > -1e-5 and noise.max() < 1 + 1e-5
         assert np.abs(np.cov(x.T) - np.eye(2)).max() < 5 * np.sqrt(2 / len(x))
+
+
+@pytest.mark.statistical
+def test_loan_groups_law() -> None:
+    federation = build("loan-groups")
+    assert federation.classes == 0 and federation.features == (2,) and federation.decided
+    assert federation.groups == ("majority", "minority") and np.bincount(federation.group).tolist() == [800, 200]
+    assert federation.size.tolist() == [10] * 1000 and len(federation.load(999).test) == 100
+    # y - (0 or 15) is N(0, |theta|^2) + u, so it is above 0 with chance 1/2 + E[u]/(|theta| sqrt(2 pi)): the majority's
+    # label 1; the minority's has the other chance. |theta|^2 = 61 and 36.25.
+    laws = [((5.0, 6.0), 0.0, Decision(0.0, above=True), 0.5 + 0.5 / np.sqrt(61 * 2 * np.pi))]
+    laws += [((4.0, -4.5), 15.0, Decision(15.0, above=False), 0.5 - 0.5 / np.sqrt(36.25 * 2 * np.pi))]
+    for cluster, (theta, shift, decision, approved) in enumerate(laws):
+        held = [federation.load(client) for client in np.flatnonzero(federation.group == cluster)]
+        assert all(data.decision == decision for data in held)
+        x, y = (torch.cat([getattr(data.test, name) for data in held]).double().numpy() for name in "xy")
+        noise = y - x @ np.array(theta) - shift
+        assert noise.min() > -1e-5 and noise.max() < 1 + 1e-5
+        # Two means, two variances and two shares at five standard errors, over 20,000 records at least: below 1e-5.
+        assert abs(noise.mean() - 0.5) < 5 * np.sqrt(1 / 12 / len(y))
+        assert np.abs(np.cov(x.T) - np.eye(2)).max() < 5 * np.sqrt(2 / len(y))
+        ones = (y >= 0) if cluster == 0 else (y <= 15)
+        assert abs(ones.mean() - approved) < 5 * np.sqrt(0.25 / len(y))
+        assert decision.about(torch.from_numpy(y)).tolist() == ones.astype(int).tolist()
+
+
+def test_other_generated_federations_decide_nothing() -> None:
+    for name in set(NAMES) - {"loan-groups"}:
+        assert not build(name).decided and build(name).load(0).decision is None
 
 
 @pytest.mark.statistical

@@ -15,7 +15,7 @@ from fairveil.data.hospitals import HeartDisease, HospitalCharges
 from fairveil.data.images import Cifar10, Cifar10Subset, FashionMnist, Mnist, Usps
 from fairveil.data.natural import OfficeCaltech, QmnistWriters, Vehicle
 from fairveil.data.partition import Split, parse_split
-from fairveil.data.synthetic import GaussianClusters, LinearClusters, Synthetic
+from fairveil.data.synthetic import GaussianClusters, LinearClusters, LoanGroups, Synthetic
 from fairveil.errors import UserError, unknown
 from fairveil.options import parse
 from fairveil.plugins import load_object
@@ -54,6 +54,7 @@ DATASETS: dict[str, type[Dataset]] = {
     "heart-disease": HeartDisease,
     "hospital-charges": HospitalCharges,
     "linear-clusters": LinearClusters,
+    "loan-groups": LoanGroups,
     "mnist": Mnist,
     "office-caltech10": OfficeCaltech,
     "qmnist-writers": QmnistWriters,

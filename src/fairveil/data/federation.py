@@ -57,17 +57,31 @@ def side_by_side(several: Sequence[Records]) -> list[Records]:
     return [Records(together.x[a:b], together.y[a:b], (together, a)) for a, b in itertools.pairwise(starts)]
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What a predicted number means for a person: a loan from `threshold` on, say; or (not above) up to it."""
+
+    threshold: float
+    above: bool = True
+
+    def about(self, numbers: Tensor) -> Tensor:
+        """Decisions (n,) int64, 1 or 0, about numbers (n,). The threshold itself is a 1; what is no number is a 0."""
+        return (numbers >= self.threshold if self.above else numbers <= self.threshold).long()
+
+
 @dataclass(frozen=True, eq=False)
 class ClientData:
     """What one client holds: what it trains on, and what it is judged by.
 
     Attributes:
         attributes: of the test records, by name (n,): which of the attribute's values each has. For evaluation only.
+        decision: that follows from a number, true or predicted (regression); None: none does. For evaluation only.
     """
 
     train: Records
     test: Records
     attributes: Mapping[str, np.ndarray] = field(default_factory=dict)
+    decision: Decision | None = None
 
 
 class Source(Protocol):
@@ -121,6 +135,7 @@ class Federation:
         common_tests: whether all clients of a group are tested on the same records.
         attributes: sensitive attributes of records, for evaluation only: by name, the values that there are.
         elsewhere: whether the records are on the clients' own machines, and cannot be loaded here.
+        decided: whether decisions follow from the numbers of a regression: then every client has its `Decision`.
     """
 
     name: str
@@ -141,6 +156,7 @@ class Federation:
     common_tests: bool = False
     attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     elsewhere: bool = False
+    decided: bool = False
 
     def __post_init__(self) -> None:
         for column, at_least in (("size", 1), ("group", 0)):
@@ -156,6 +172,8 @@ class Federation:
             raise ValueError(f"group {self.group.max()} has no name among {self.groups}")
         if self.classes < 0 or self.classes == 1:
             raise ValueError(f"classes must be 0 (regression) or at least 2, not {self.classes}")
+        if self.decided and self.classes:
+            raise ValueError(f"decisions follow from the numbers of a regression, and not from {self.classes} classes")
         if self.names and len(self.names) != len(self.size):
             raise ValueError(f"{len(self.size)} clients, but {len(self.names)} names")
         if not 1 <= self.holders <= len(self.size):
@@ -177,6 +195,8 @@ class Federation:
         data = self.source.load(int(client))  # a numpy integer would name another random stream
         if len(data.train) != self.size[client]:  # sampling rates, and so the price, are computed from size
             raise ValueError(f"client {client} loads {len(data.train)} records, not {self.size[client]}")
+        if (data.decision is not None) != self.decided:
+            raise ValueError(f"client {client} has the decision {data.decision}, but decided = {self.decided}")
         return data
 
     def standardised(self, mean: np.ndarray, scale: np.ndarray) -> Federation:
@@ -197,7 +217,7 @@ class Standardised:
     def load(self, client: int) -> ClientData:
         """The client's records, standardised."""
         data = self.source.load(client)
-        return ClientData(self._applied(data.train), self._applied(data.test), data.attributes)
+        return replace(data, train=self._applied(data.train), test=self._applied(data.test))
 
     def _applied(self, records: Records) -> Records:
         x = records.x.clone()

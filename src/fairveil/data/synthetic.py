@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from fairveil.data.federation import ClientData, Dataset, Federation, Records, fingerprint
+from fairveil.data.federation import ClientData, Dataset, Decision, Federation, Records, fingerprint
 from fairveil.data.partition import TestFraction, held_out
 from fairveil.streams import Stream
 
@@ -21,13 +21,19 @@ class Generated(Dataset):
 
     Attributes:
         name: in the registry, in the fingerprint, and of its random streams.
+        groups: names of the clusters; empty: they are known by their numbers.
     """
 
     name: ClassVar[str]
+    groups: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def draw(self, seed: int, client: int, cluster: int, count: int) -> Records:
         """`count` independent records of one client, the same at each call."""
+
+    def decision(self, cluster: int) -> Decision | None:
+        """What follows from the numbers of a cluster's clients; None: nothing, whatever the cluster."""
+        return None
 
     def federation(
         self,
@@ -44,9 +50,10 @@ class Generated(Dataset):
         """
         group = np.repeat(np.arange(len(clusters)), clusters)
         groups = tuple(f"cluster {m}" for m in range(len(clusters))) if len(clusters) > 1 else ("all",)
+        groups, decided = self.groups or groups, self.decision(0) is not None
         source = Drawn(self, seed, group, train, test)
         mark = fingerprint(self.name, self.model_dump_json(), seed)
-        return Federation(self.name, train, group, groups, (features,), classes, source, mark)
+        return Federation(self.name, train, group, groups, (features,), classes, source, mark, decided=decided)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +68,13 @@ class Drawn:
 
     def load(self, client: int) -> ClientData:
         """Records are independent, so the first ones are as good a training set as any."""
-        train, test = int(self.train[client]), int(self.test[client])
-        drawn = self.dataset.draw(self.seed, client, int(self.group[client]), train + test)
+        train, test, cluster = int(self.train[client]), int(self.test[client]), int(self.group[client])
+        drawn = self.dataset.draw(self.seed, client, cluster, train + test)
         # Clones: a slice would keep (and send, when pickled) the whole storage.
         first, last = (
             Records(drawn.x[part].clone(), drawn.y[part].clone()) for part in (slice(None, train), slice(train, None))
         )
-        return ClientData(first, last)
+        return ClientData(first, last, decision=self.dataset.decision(cluster))
 
 
 class GaussianClusters(Generated):
@@ -141,6 +148,34 @@ class LinearClusters(Generated):
         x = random.standard_normal((count, 2))
         y = x @ self.THETA[cluster] + random.random(count)
         return _records(x, torch.from_numpy(y.astype(np.float32)))
+
+
+class LoanGroups(LinearClusters):
+    """Regression, and a loan by it; y = x^T theta_1 + u for a majority, x^T theta_2 + 15 + u for a minority.
+
+    Galli, Jung, Biswas, Palamidessi, Cucinotta, "Advancing Personalized Federated Learning: Group Privacy,
+    Fairness, and Beyond", 2023, the fairness analysis. theta, u and x as in `LinearClusters`. A model predicts y; a
+    loan (1) is approved for the majority where Sigmoid(y) >= 1/2, so y >= 0, and for the minority where
+    Sigmoid(y - 15) <= 1/2, so y <= 15: both of the true y and of the predicted one.
+
+    Attributes:
+        clients: in the majority and in the minority.
+        records, test_records: of each client.
+    """
+
+    name = "loan-groups"
+    groups = ("majority", "minority")
+    SHIFT: ClassVar[tuple[float, float]] = (0.0, 15.0)
+    clients: tuple[PositiveInt, PositiveInt] = (800, 200)
+
+    def draw(self, seed: int, client: int, cluster: int, count: int) -> Records:
+        """See the class."""
+        drawn = super().draw(seed, client, cluster, count)
+        return Records(drawn.x, drawn.y + self.SHIFT[cluster])
+
+    def decision(self, cluster: int) -> Decision:
+        """The minority's is inverted."""
+        return Decision(self.SHIFT[cluster], above=cluster == 0)
 
 
 class Synthetic(Generated):
