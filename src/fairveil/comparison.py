@@ -32,6 +32,7 @@ def over_seeds(table: pd.DataFrame, points: Sequence[str], measures: Sequence[st
     for variant, point, part in _settings(table, points):
         for measure in measures:
             values = part[measure].dropna().to_numpy(dtype=float)
+            values = values[np.isfinite(values)]  # an infinite budget has no mean
             low, high = interval(values) or (math.nan, math.nan)
             rows.append(
                 {

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -19,6 +19,7 @@ from fairveil.config import read_toml
 from fairveil.errors import RunFault, UserError
 from fairveil.fairness import PrivacyCost, pooled, privacy_cost
 from fairveil.privacy.mechanisms import Mechanism, from_canonical
+from fairveil.privacy.metric import Sanitiser
 from fairveil.provenance import published
 from fairveil.store import CLIENT, VALUE, is_held, of_records
 
@@ -208,6 +209,26 @@ class Run:
             rows = database.execute(query, (unit,)).fetchall()
         known = {what: from_canonical(what) for _, what, _ in rows}
         return sorted(((_round(request), known[what], kind) for request, what, kind in rows), key=lambda row: row[0])
+
+    def metric_releases(self) -> pd.DataFrame | None:
+        """Under metric privacy with Laplace noise, every release: round, client, and its epsilon at the distance of the
+        radius (for `faithful`, as the paper counts it). None: this run promises something else."""
+        query = "SELECT request, unit, what FROM ledger JOIN mechanism ON id = mechanism"
+        with self._open() as database:
+            planned = [from_canonical(what) for (what,) in database.execute("SELECT what FROM mechanism")]
+            if not any(isinstance(mechanism, Sanitiser) and mechanism.at_radius is not None for mechanism in planned):
+                return None
+            rows = database.execute(query).fetchall()
+        known = {what: cast(Sanitiser, from_canonical(what)).at_radius for what in {what for *_, what in rows}}
+        found = [(_round(request), unit, known[what]) for request, unit, what in rows]
+        return pd.DataFrame(found, columns=["round", "client", "epsilon"]).sort_values(["round", "client"])
+
+    def metric_budgets(self) -> pd.Series | None:
+        """The sums of these epsilons (clients,), 0 for whoever never took part: what each client has spent."""
+        releases = self.metric_releases()
+        if releases is None:
+            return None
+        return releases.groupby("client")["epsilon"].sum().reindex(range(len(self.clients)), fill_value=0.0)
 
     @cached_property
     def units(self) -> pd.DataFrame:

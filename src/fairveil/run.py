@@ -70,6 +70,7 @@ class RunResult:
     clients: int  # all of them; those without test records are not in the metrics
     clusters: Mapping[str, Any] | None = None  # count, ari, mss, mpo, switch_round ... of a clustered system
     fairness: Mapping[str, Any] = field(default_factory=dict)  # F_acc, F_loss; differences of rates between groups
+    budget: Mapping[str, float] | None = None  # metric privacy: epsilon at the radius, median and maximum over clients
 
     @property
     def main(self) -> tuple[str, Summary] | None:
@@ -91,6 +92,7 @@ class RunResult:
             **({name: asdict(summary) for name, summary in self.metrics.items()} or {"scores": SCORES_STAY}),
             **({"clusters": self.clusters} if self.clusters else {}),
             **({"fairness": self.fairness} if self.fairness else {}),
+            **({"budget": {key: json_number(value) for key, value in self.budget.items()}} if self.budget else {}),
             "guarantee": self.statement.sentence(),
         }
 
@@ -127,6 +129,8 @@ class Place:
         block = engine.block
         if block is None and plan.algorithm.unit == "record":  # client-level tasks take one client after the other
             block = best_block(plan.model)
+        elif block is None and plan.algorithm.unit == "metric":  # all that they send is there at once, in float64
+            block = max(1, min(64, (1 << 22) // plan.facts.parameters))
         root, workers = self.root(plan, store), engine.workers
         if engine.kind == "ray":
             return RayEngine(federation, spec, root=root, workers=workers, block=block, address=engine.address)
@@ -355,9 +359,12 @@ def _finish(plan: Plan, store: Store, state: object) -> RunResult:
         "fairveil": store.meta("fairveil") or "none",
         "code": plan.code,
     }
+    run = load_run(store.folder)
+    budgets = run.metric_budgets()
     result = RunResult(
         store.folder, name, plan.algorithm.rounds, store.seconds(), statement, metrics, provenance,
-        plan.federation.clients, clusters_of(plan, state), _fairness(load_run(store.folder)),
+        plan.federation.clients, clusters_of(plan, state), _fairness(run),
+        None if budgets is None else {"median": float(budgets.median()), "maximum": float(budgets.max())},
     )  # fmt: skip
     store.write("result.json", json.dumps(result.to_json(), indent=2).encode())
     return result

@@ -9,11 +9,13 @@ single records.
 Departures: the paper scales the noise by the length of the client's own step, which is secret and shows in the noise.
 Here steps are clipped to a public radius r (`privacy.clip_norm`), and the noise is scaled by it: epsilon = n/(nu r).
 `faithful` is the paper's form, with no guarantee. (Its Algorithm 2 prints epsilon = nu/|delta|; its text and Table 2
-agree with n/(nu |delta|), which is what is done here.)
+agree with n/(nu |delta|), which is what is done here.) `spread` keeps the hypotheses together, so that the choice among
+them is protected too, at a price.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from fairveil.algorithms.base import Algorithm, Found, NoiseFor, Unit
 from fairveil.clustering import kmeans_from, plane_of
 from fairveil.errors import UserError
 from fairveil.privacy.mechanisms import Mechanism
-from fairveil.privacy.metric import GaussianBall, LaplaceBall, LaplaceStep, Sanitiser
+from fairveil.privacy.metric import GaussianBall, LaplaceBall, LaplaceStep, Sanitiser, diameter
 from fairveil.privacy.statement import VACUOUS, MetricTerms
 from fairveil.session import Facts, Offer, Session, Terms
 from fairveil.tasks import personal_update
@@ -63,6 +65,9 @@ class MetricPFL(Algorithm[State]):
     batch_size: int = Field(32, ge=1, description="B_s, of the client's plain SGD")
     learning_rate: float = Field(0.1, gt=0, description="s, at the client")
     noise: Literal["laplace", "gaussian"] = Field("laplace", description="on the local model")
+    spread: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="the most that two hypotheses may lie apart: then their choice is protected too"
+    )
     faithful: bool = Field(False, description="noise in proportion to each client's own step: without a guarantee")
 
     def settled(self, facts: Facts, noise: NoiseFor) -> Self:
@@ -80,10 +85,11 @@ class MetricPFL(Algorithm[State]):
                 "A hypothesis that nobody trains stays as it began. Nothing was run.",
                 f"algorithm.hypotheses = {per_round}, or more clients in a round",
             )
-        if self.faithful and self.noise != "laplace":
+        if self.faithful and (self.noise != "laplace" or self.spread):
+            given = f'noise = "{self.noise}"' if self.noise != "laplace" else f"spread = {self.spread:g}"
             raise UserError(
-                f'algorithm.noise = "{self.noise}" does not go with algorithm.faithful.',
-                "The paper's noise is Laplace noise. Nothing was run.",
+                f"algorithm.{given} does not go with algorithm.faithful.",
+                "The paper's noise is Laplace noise, and its hypotheses go anywhere. Nothing was run.",
                 "leave out one of them",
             )
         most = self.max_participations
@@ -100,12 +106,12 @@ class MetricPFL(Algorithm[State]):
         return self.model_copy(update={"clients_per_round": per_round, "max_participations": min(most, self.rounds)})
 
     def caution(self, terms: Sequence[Terms]) -> str | None:
-        each = terms[0].noise_multiplier and 2 * terms[0].facts.parameters / terms[0].noise_multiplier
-        if self.noise == "laplace" and each > VACUOUS:
+        law = self.sanitiser(terms[0])
+        if isinstance(law, LaplaceBall) and law.noise_multiplier and (each := law.epsilon * law.farthest) > VACUOUS:
             return (
-                f"Each time a client takes part costs 2n/nu = {each:.4g}, so large a number that it alone protects "
-                f"nobody: with {terms[0].facts.parameters:,} parameters Laplace noise would have to be "
-                f"{each:.0f} times longer to bring it to 1."
+                f"Each time a client takes part costs epsilon {each:.4g}, so large a number that it alone protects "
+                f"nobody: with {law.dimension:,} parameters the noise would have to be {each:.0f} times longer to "
+                "bring it to 1."
             )
         return None
 
@@ -115,7 +121,7 @@ class MetricPFL(Algorithm[State]):
         if self.faithful:
             return LaplaceStep(dimension, terms.noise_multiplier)
         law = LaplaceBall if self.noise == "laplace" else GaussianBall
-        return law(dimension, terms.noise_multiplier, radius)
+        return law(dimension, terms.noise_multiplier, radius, 0.0 if self.hypotheses == 1 else self.spread or math.inf)
 
     def releases(self, terms: Terms) -> Counter[Mechanism]:
         return Counter() if terms.size is None else Counter({self.sanitiser(terms): self._most})
@@ -126,11 +132,11 @@ class MetricPFL(Algorithm[State]):
 
     def metric_terms(self, terms: Terms) -> MetricTerms:
         law: Literal["laplace", "gaussian", "step"] = "step" if self.faithful else self.noise
-        facts = terms.facts
-        return MetricTerms(law, self.hypotheses, facts.parameters, facts.clip_norm, terms.noise_multiplier, self._most)
+        n, r = terms.facts.parameters, terms.facts.clip_norm
+        return MetricTerms(law, self.hypotheses, n, r, self.spread, terms.noise_multiplier, self._most)
 
     def start(self, session: Session) -> State:
-        models = torch.stack([session.initial_model(f"hypothesis {j}") for j in range(self.hypotheses)])
+        models = self._together(torch.stack([session.initial_model(f"hypothesis {j}") for j in range(self.hypotheses)]))
         clients = len(session.facts.size)
         nobody = np.zeros(0, int)
         return State(models, np.zeros(clients, int), np.full(clients, -1), nobody, plane_of(models))
@@ -150,11 +156,21 @@ class MetricPFL(Algorithm[State]):
         here = ~sent.isnan().any(dim=1)  # those that did not answer sent nothing
         asked, sent = asked[here.numpy()], sent[here]
         label, models = kmeans_from(sent, state.models)  # the mean of each cluster; one without members stays
+        models = self._together(models)
         participations, cluster = state.participations.copy(), state.cluster.copy()
         participations[asked] += 1
         cluster[asked] = label
         plane = plane_of(torch.cat([sent[:SHOWN], models]))
         return State(models, participations, cluster, asked[:SHOWN], plane)
+
+    def _together(self, models: Tensor) -> Tensor:
+        """Hypotheses within the spread of each other: drawn towards their middle, if need be."""
+        apart = diameter(models)
+        if self.spread is None or apart <= self.spread:
+            return models
+        middle = models.double().mean(dim=0)
+        nearer = self.spread / apart * (1 - 1e-6)  # a little less, for the rounding to float32
+        return (middle + nearer * (models.double() - middle)).to(models.dtype)
 
     def _sampled(self, session: Session, state: State) -> np.ndarray:
         """U clients of those that may still take part, or all of these."""

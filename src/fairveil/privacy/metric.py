@@ -14,8 +14,9 @@ models lie in the ball of radius r around that hypothesis, at most 2r apart: the
 epsilon * 2r, whatever the records are. Over several rounds that adds up, also if later hypotheses depend on earlier
 releases, since it holds for every history. With one hypothesis there is nothing to choose, and the sum is a bound for
 the client with all its records, under replacement, with trust in nobody. With several, two sets of records that choose
-different hypotheses j and j' are only epsilon * (|theta_j - theta_j'| + 2r) apart: **the choice is not protected**, and
-hypotheses may be any distance apart.
+different hypotheses j and j' are only epsilon * (|theta_j - theta_j'| + 2r) apart: **the choice is not protected**,
+unless the hypotheses are known to lie within a `spread` of each other. Every client sees them all, and sends nothing
+if they do not; then the bound is epsilon * (spread + 2r), whatever the records are.
 """
 
 from __future__ import annotations
@@ -65,6 +66,16 @@ class Sanitiser(ABC):
     def describe(self) -> str:
         """One application in words."""
 
+    @property
+    def at_radius(self) -> float | None:
+        """Epsilon at the distance r, n / nu: what Galli et al. count for one release. None: there is no such number."""
+        return self.dimension / self.noise_multiplier if self.noise_multiplier else math.inf
+
+    def check(self, models: Tensor) -> None:
+        """Refuse hypotheses (m, n) for which the noise is not made (ValueError). What a client holds plays no part."""
+        if models.shape[1] != self.dimension:  # a shorter noise would be spread over all of them, or cut off
+            raise ValueError(f"models of {models.shape[1]} parameters, and noise for {self.dimension}")
+
     @abstractmethod
     def bounded(self, steps: Tensor) -> Tensor:
         """Steps (clients, n) that are short enough, each by itself; float64."""
@@ -83,21 +94,51 @@ class Sanitiser(ABC):
 
 
 @dataclass(frozen=True)
-class LaplaceBall(Sanitiser):
-    """Laplace noise in R^n under the Euclidean norm: density K exp(-epsilon |rho|), epsilon = n / (nu * r).
-
-    The noise does not depend on the client, so that the ratio of the densities of x + rho and x' + rho is at most
-    exp(epsilon |x - x'|) by the triangle inequality: epsilon-d-private. |rho| has the law Gamma(n, 1/epsilon), its mean
-    is nu * r. Clipping a step to the ball moves no two points further apart.
+class Ball(Sanitiser):
+    """Noise for a public ball: a step is clipped to the radius, and the noise is the same for every step.
 
     A step that is not finite counts as none; a step of length 0 gets the same noise as any other.
     """
 
     radius: float  # r, public
+    spread: float = math.inf  # the most that two hypotheses lie apart; infinite: it is not known
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_radius(self.radius, self.noise_multiplier)
+        known = self.radius > 0 and (math.isfinite(self.radius) or not self.noise_multiplier) and self.spread >= 0
+        if not known:
+            raise ValueError(f"a radius of {self.radius} and a spread of {self.spread} make no sense with this noise")
+
+    @property
+    def farthest(self) -> float:
+        """The largest distance of two local models of one client; of one hypothesis, where their spread is unknown."""
+        return 2 * self.radius + (self.spread if math.isfinite(self.spread) else 0.0)
+
+    def check(self, models: Tensor) -> None:
+        super().check(models)
+        if math.isfinite(self.spread) and not diameter(models) <= self.spread:  # refuses NaN as well
+            raise ValueError(f"hypotheses that are {diameter(models):g} apart, and noise for {self.spread:g}")
+
+    def bounded(self, steps: Tensor) -> Tensor:
+        return _clipped(steps, self.radius)
+
+    def describe(self) -> str:
+        within = f" within {self.radius:g} of the hypothesis" if math.isfinite(self.radius) else ""
+        noise = self._noise() if self.noise_multiplier else "without noise"
+        return f"{self.dimension:,} parameters{within}, {noise}"
+
+    @abstractmethod
+    def _noise(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class LaplaceBall(Ball):
+    """Laplace noise in R^n under the Euclidean norm: density K exp(-epsilon |rho|), epsilon = n / (nu * r).
+
+    The noise does not depend on the client, so that the ratio of the densities of x + rho and x' + rho is at most
+    exp(epsilon |x - x'|) by the triangle inequality: epsilon-d-private. |rho| has the law Gamma(n, 1/epsilon), its mean
+    is nu * r. Clipping a step to the ball moves no two points further apart.
+    """
 
     @property
     def epsilon(self) -> float:
@@ -110,37 +151,26 @@ class LaplaceBall(Sanitiser):
 
     @property
     def event(self) -> DpEvent:
-        return MetricDpEvent(self.epsilon, 2 * self.radius) if self.noise_multiplier else NonPrivateDpEvent()
-
-    def describe(self) -> str:
-        if not self.noise_multiplier:
-            return f"{self.dimension:,} parameters{_at_most(self.radius)}, without noise"
-        return (
-            f"{self.dimension:,} parameters{_at_most(self.radius)}, Laplace noise of mean length "
-            f"{self.noise_multiplier * self.radius:g}: epsilon {self.epsilon:.6g} for each unit of distance"
-        )
-
-    def bounded(self, steps: Tensor) -> Tensor:
-        return _clipped(steps, self.radius)
+        return MetricDpEvent(self.epsilon, self.farthest) if self.noise_multiplier else NonPrivateDpEvent()
 
     def deviations(self, steps: Tensor) -> Tensor:
         std = math.sqrt(self.dimension + 1) / self.epsilon
         return torch.full((len(steps),), std, dtype=torch.float64)
 
+    def _noise(self) -> str:
+        return (
+            f"Laplace noise of mean length {self.noise_multiplier * self.radius:g}: epsilon {self.epsilon:.6g} for "
+            "each unit of distance"
+        )
+
 
 @dataclass(frozen=True)
-class GaussianBall(Sanitiser):
+class GaussianBall(Ball):
     """Gaussian noise of standard deviation nu * r in each coordinate, on a step clipped to r.
 
-    Two local models of one hypothesis are at most 2r = (2 / nu) standard deviations apart: a Gaussian event of
-    multiplier nu / 2. At equal privacy its length grows with sqrt(n), that of Laplace noise with n.
+    Two local models are at most `farthest` apart: a Gaussian event of multiplier nu * r / farthest, which is nu / 2 for
+    one hypothesis. At equal privacy its length grows with sqrt(n), that of Laplace noise with n.
     """
-
-    radius: float  # r, public
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_radius(self.radius, self.noise_multiplier)
 
     @property
     def kind(self) -> str:
@@ -148,21 +178,22 @@ class GaussianBall(Sanitiser):
 
     @property
     def event(self) -> DpEvent:
-        return GaussianDpEvent(self.noise_multiplier / 2) if self.noise_multiplier else NonPrivateDpEvent()
-
-    def describe(self) -> str:
         std = self.noise_multiplier * self.radius
-        noise = f"Gaussian noise of standard deviation {std:g}" if std else "without noise"
-        return f"{self.dimension:,} parameters{_at_most(self.radius)}, {noise}"
+        return GaussianDpEvent(std / self.farthest) if self.noise_multiplier else NonPrivateDpEvent()
 
-    def bounded(self, steps: Tensor) -> Tensor:
-        return _clipped(steps, self.radius)
+    @property
+    def at_radius(self) -> None:
+        return None
 
     def deviations(self, steps: Tensor) -> Tensor:
-        return torch.full((len(steps),), self.noise_multiplier * self.radius, dtype=torch.float64)
+        std = self.noise_multiplier * self.radius if self.noise_multiplier else 0.0
+        return torch.full((len(steps),), std, dtype=torch.float64)
 
     def unit_noise(self, streams: Sequence[Stream]) -> Tensor:
         return torch.stack([stream.normal(self.dimension) for stream in streams])
+
+    def _noise(self) -> str:
+        return f"Gaussian noise of standard deviation {self.noise_multiplier * self.radius:g}"
 
 
 @dataclass(frozen=True)
@@ -212,10 +243,10 @@ def sanitised(
         For each the release of "model" (n,), and diagnostics that stay in the simulation.
 
     Raises:
-        ValueError: the models do not have as many parameters as the noise is made for.
+        ValueError: the noise is not made for these hypotheses.
     """
-    if local.shape[1] != mechanism.dimension:  # a shorter noise would be spread over all of them, or cut off
-        raise ValueError(f"models of {local.shape[1]} parameters, and noise for {mechanism.dimension}")
+    for models in {id(client.inputs["models"]): client.inputs["models"] for client in clients}.values():
+        mechanism.check(models)
     start = torch.stack([client.inputs["models"][j] for client, j in zip(clients, chosen, strict=True)]).double()
     steps = local.double() - start
     length = torch.linalg.vector_norm(steps, dim=1)
@@ -267,17 +298,14 @@ def gamma(streams: Sequence[Stream], shape: int) -> Tensor:
     return found
 
 
+def diameter(models: Tensor) -> float:
+    """The largest distance of two of the models (m, n); NaN if one is not a number."""
+    models = models.double()
+    return float(torch.stack([torch.linalg.vector_norm(models - model, dim=1).max() for model in models]).max())
+
+
 def _clipped(steps: Tensor, radius: float) -> Tensor:
     """Each row no longer than the radius; a row that is not finite becomes 0."""
     length = torch.linalg.vector_norm(steps, dim=1, keepdim=True)
     scale = (radius * (1 - 1e-12) / length).clamp(max=1.0)  # a hair shorter, so that rounding leaves none too long
     return torch.where(length.isfinite(), steps * torch.where(length > 0, scale, 1.0), 0.0)
-
-
-def _check_radius(radius: float, noise_multiplier: float) -> None:
-    if not (radius > 0 and (math.isfinite(radius) or not noise_multiplier)):
-        raise ValueError(f"a radius of {radius} with noise {noise_multiplier} makes no sense")
-
-
-def _at_most(radius: float) -> str:
-    return f" within {radius:g} of the hypothesis" if math.isfinite(radius) else ""

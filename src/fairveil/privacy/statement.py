@@ -85,38 +85,45 @@ class MetricTerms:
     hypotheses: int  # k
     parameters: int  # n
     radius: float  # r
+    spread: float | None  # the most that two hypotheses lie apart; None: any distance
     noise_multiplier: float  # nu
     participations: int  # the most that a client may take part
 
     @property
-    def counted(self) -> float:
-        """Epsilon times the radius, over all participations: what Galli et al. count, in "step" as well."""
+    def at_radius(self) -> float:
+        """Epsilon at the distance r, over all participations: what Galli et al. count, in "step" as well."""
         return self.participations * (self.parameters / self.noise_multiplier if self.noise_multiplier else math.inf)
+
+    @property
+    def chosen_freely(self) -> bool:
+        """Whether the bound holds whatever a client chooses."""
+        return self.hypotheses == 1 or self.spread is not None
 
     def guarantee(self, epsilon: float, delta: float) -> str:
         """In the words of the field."""
         if not self.noise_multiplier:
             return "NONE (epsilon is infinite): local models are sent without noise"
         if self.law == "step":
-            each, in_all = self.counted / self.participations, self.counted
+            each, in_all = self.at_radius / self.participations, self.at_radius
             return (
                 "NONE (epsilon is infinite): each client's noise is in proportion to the secret length of its own "
                 f"step, which it gives away. Galli et al. (2023) count n/nu = {each:g} each time a client takes part, "
                 f"at most {in_all:g} in all; that is not proved, and not a guarantee"
             )
         whom = "any two sets of records that it may hold"
-        if self.hypotheses > 1:
+        if not self.chosen_freely:
             whom += " and that choose the same hypothesis in every round"
+        farthest = 2 * self.radius + (self.spread or 0.0)
         found = (
             f"what a client sends is ({rounded_up(epsilon)}, {delta!r})-indistinguishable for {whom}: their local "
-            f"models are at most {2 * self.radius:g} apart"
+            f"models are at most {farthest:g} apart each time"
         )
         if self.law == "laplace":
             found += (
-                f". It is metric privacy: epsilon {rounded_up(self.counted / self.radius)} for each unit of Euclidean "
-                f"distance between local models, {rounded_up(self.counted)} at the distance {self.radius:g}"
+                f". It is metric privacy: epsilon {rounded_up(self.at_radius / self.radius)} for each unit of "
+                f"Euclidean distance between local models, {rounded_up(self.at_radius)} at the distance {self.radius:g}"
             )
-        if self.hypotheses == 1:
+        if self.chosen_freely:
             found += ". That is local differential privacy for one client with all its records, replaced by any others"
         return found
 
@@ -124,33 +131,31 @@ class MetricTerms:
         """What is promised and what is not, for whoever has to answer for the data."""
         if math.isinf(epsilon):
             return []
+        among = (
+            "whatever its records are" if self.chosen_freely else "among all records that lead it to the same models"
+        )
         promised = (
             "a client adds noise to its model before sending it. The more alike two models are, the less can be told "
-            "from what was sent which of them the client had; "
+            f"from what was sent which of them the client had; and {among}, the odds of any guess about them grow at "
+            "most e^epsilon times"
         )
-        if self.hypotheses == 1:
-            promised += "and whatever its records are, the odds of any guess about them grow at most e^epsilon times"
-        else:
-            promised += (
-                "and among all records that lead a client to the same hypotheses, the odds of any guess about them "
-                "grow at most e^epsilon times"
-            )
         if epsilon > VACUOUS:
             promised += (
                 f". But e^{rounded_up(epsilon)} is so large that this number alone protects nobody: it grows with the "
                 f"number of parameters ({self.parameters:,}) and of participations ({self.participations})"
             )
-        hidden = "It is not a guarantee for single records or patients: no number here says how well one is hidden"
-        if self.hypotheses == 1:
-            hidden = "There is no better bound for a single record or patient than this one for all of them together"
-        choice = (
-            ""
-            if self.hypotheses == 1
-            else ". Which hypothesis a client chooses, and so to which kind of clients it belongs, is not protected: "
-            "hypotheses may be far apart, and a model shows from which it came. A record that tips the choice can be "
-            "told from one that does not"
-        )
-        return [("Promised", promised), ("Not promised", f"{hidden}{choice}")]
+        if self.chosen_freely:
+            return [("Promised", promised), ("Not promised", MORE_FOR_ONE)]
+        return [("Promised", promised), ("Not promised", f"{NOTHING_FOR_ONE}. {CHOICE}")]
+
+
+MORE_FOR_ONE = "more for a single record or patient than for all of a client's together: there is no better bound"
+NOTHING_FOR_ONE = "anything for single records or patients: no number here says how well one of them is hidden"
+CHOICE = (
+    "Which of the offered models a client takes, and so to which kind of clients it belongs, is not protected: models "
+    "may be far apart, and what it sends shows from which it came. A record that tips the choice can be told from one "
+    "that does not"
+)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from fairveil.sweep.config import Cell, Sweep, make_sweep
 from fairveil.sweep.results import Composed, main_metric, make_table, plain_rows, read_result
 
 MEASURES = ("mean", "worst_group", "worst_10_percent")  # of the main metric, which variants are compared by
+BETWEEN_GROUPS = (": demographic parity", ": equalised odds", ": equal opportunity")  # so are these, of any attribute
+BUDGETS = ("budget_median", "budget_maximum")  # of metric privacy: no measure of quality
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,13 @@ def summarise_sweep(
     metrics = tuple(dict.fromkeys(map(main_metric, finished)))
     names = [(metric, f"{metric}_{figure}") for metric in metrics for figure in MEASURES]
     measures = {name: metric == "accuracy" for metric, name in names if name in table}
+    measures |= {name: False for name in table.columns if name.endswith(BETWEEN_GROUPS)}
     unfinished = {at for cell, at in folders.items() if cell not in results}
     others = set(_begun(folder).values()) - set(folders.values())  # of an earlier config of the sweep
     return SweepResult(
         folder=folder,
         table=table,
-        means=over_seeds(table, keys, list(measures)),
+        means=over_seeds(table, keys, [*measures, *(name for name in BUDGETS if name in table)]),
         comparison=compare(table, keys, config.baseline or "", measures if config.baseline else {}),
         metrics=metrics,
         failures=tuple(CellFailure(str(cell), text, folders[cell] / "failure.txt") for cell, text in errors.items()),
