@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import dp_accounting as dpa
@@ -25,7 +26,7 @@ from scipy.optimize import brentq
 from fairveil import cache as kept_numbers
 from fairveil.errors import UserError
 from fairveil.privacy import accounting
-from fairveil.privacy.accounting import SelectionDpEvent, calibrate, calibrate_many, price
+from fairveil.privacy.accounting import MetricDpEvent, SelectionDpEvent, calibrate, calibrate_many, price
 
 
 @pytest.fixture(autouse=True)
@@ -607,3 +608,100 @@ def test_planning_two_thousand_clients() -> None:
     assert time.process_time() - start < 1
     for size, z in dict(zip(grid, noise, strict=True)).items():
         assert 4.98 < price(training(size)(z), 1e-4).epsilon <= 5
+
+
+# ----------------------------------------------------------------------------------------- metric privacy
+
+
+def metric_events(times: int, dimension: int = 2, spread: float = 0.0) -> Callable[[float], dict[dpa.DpEvent, int]]:
+    """Laplace noise of mean length nu * r, r = 1, on local models up to 2r + spread apart, a number of times."""
+    return lambda nu: {MetricDpEvent(dimension / nu, 2.0 + spread): times}
+
+
+def test_metric_epsilons_add_up_at_delta_0() -> None:
+    """By hand: 3 * 0.5 * 2 + 10 * 0.25 * 1.2 + 1 * 7 * 0 = 6."""
+    found = price({MetricDpEvent(0.5, 2.0): 3, MetricDpEvent(0.25, 1.2): 10, MetricDpEvent(7.0, 0.0): 1}, 0.0)
+    assert (found.epsilon, found.delta, found.accountant) == (pytest.approx(6.0, rel=1e-12), 0.0, "sum")
+    assert price({MetricDpEvent(0.5, 2.0): 3}, 1e-5).delta == 0.0  # none is needed, so none is spent
+    assert price({MetricDpEvent(math.inf, 2.0): 1}, 0.0).epsilon == math.inf
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1e3), st.integers(1, 1000)), min_size=1, max_size=6))
+def test_the_sum_is_exact_in_any_order(parts: list[tuple[float, float, int]]) -> None:
+    events: dict[dpa.DpEvent, int] = {}
+    for epsilon, distance, times in parts:
+        events[MetricDpEvent(epsilon, distance)] = times
+    exact = sum(Fraction(e.epsilon) * Fraction(e.distance) * n for e, n in events.items())  # type: ignore[attr-defined]
+    assert price(events, 0.0).epsilon == pytest.approx(float(exact), rel=1e-12)
+    assert price(dict(reversed(events.items())), 0.0) == price(events, 0.0)
+
+
+@pytest.mark.parametrize(
+    "other", [GaussianDpEvent(1.0), NonPrivateDpEvent(), NoOpDpEvent(), SelectionDpEvent(0.1), sampled(0.1, 1.0)]
+)
+def test_metric_events_do_not_mix_with_others(other: dpa.DpEvent) -> None:
+    """They protect something else; a sum of both would be the price of nothing."""
+    with pytest.raises(dpa.UnsupportedEventError, match="does not add up"):
+        price({MetricDpEvent(1.0, 1.0): 1, other: 1}, 1e-5)
+    with pytest.raises(dpa.UnsupportedEventError, match="does not add up"):
+        calibrate(lambda z: {MetricDpEvent(1 / z, 1.0): 1, other: 1}, 1.0, 1e-5)
+    assert price({MetricDpEvent(1.0, 1.0): 1, other: 0}, 0.0).epsilon == 1.0  # which did not happen
+
+
+@pytest.mark.parametrize(
+    ("event", "times"),
+    [
+        (MetricDpEvent(-1.0, 1.0), 1),
+        (MetricDpEvent(1.0, -1.0), 1),
+        (MetricDpEvent(math.nan, 1.0), 1),
+        (MetricDpEvent(1.0, math.nan), 1),
+        (MetricDpEvent(1.0, 1.0), -1),
+    ],
+)
+def test_metric_events_that_make_no_sense_are_refused(event: MetricDpEvent, times: int) -> None:
+    with pytest.raises(ValueError, match="cannot happen"):
+        price({event: times}, 0.0)
+
+
+def test_metric_events_inside_others_have_no_price() -> None:
+    for wrapped in (
+        PoissonSampledDpEvent(0.1, MetricDpEvent(1.0, 1.0)),
+        dpa.SelfComposedDpEvent(MetricDpEvent(1.0, 1.0), 3),
+    ):
+        with pytest.raises(dpa.UnsupportedEventError):
+            price({wrapped: 1}, 1e-5)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 37.5])
+@pytest.mark.parametrize(("times", "dimension", "spread"), [(1, 1, 0.0), (25, 2, 0.0), (10, 206, 3.0)])
+def test_the_noise_for_a_metric_budget_is_found_without_a_delta(
+    epsilon: float, times: int, dimension: int, spread: float
+) -> None:
+    """Solved by hand: nu = times * n * (2 + spread) / epsilon. At most 0.1% more, and never too little."""
+    events_at = metric_events(times, dimension, spread)
+    for delta in (0.0, 1e-5):
+        nu = calibrate(events_at, epsilon, delta)
+        assert price(events_at(nu), delta).epsilon <= epsilon
+        exact = times * dimension * (2 + spread) / epsilon
+        assert exact * (1 - 1e-12) <= nu <= exact * 1.002
+
+
+@pytest.mark.xfail(strict=True, reason="calibration looks for no noise multiplier above 10^6, and names other causes")
+def test_the_noise_for_a_metric_budget_of_a_large_model() -> None:
+    """206,590 parameters, ten times, epsilon 1: nu = 2nT/epsilon = 4.1 million; more than enough is found by hand."""
+    assert calibrate(metric_events(10, 206_590), 1.0, 0.0) == pytest.approx(4_131_800, rel=2e-3)
+
+
+@pytest.mark.xfail(strict=True, reason="the budget of metric privacy is not checked")
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf])
+def test_a_metric_budget_that_makes_no_sense_is_refused(epsilon: float) -> None:
+    with pytest.raises(UserError, match=r"privacy\.epsilon"):
+        calibrate(metric_events(1), epsilon, 0.0)
+
+
+@pytest.mark.parametrize("events", [{GaussianDpEvent(1.0): 1}, {SelectionDpEvent(0.1): 1}, {sampled(0.1, 1.0): 1}])
+def test_only_metric_privacy_can_do_without_a_delta(events: dict[dpa.DpEvent, int]) -> None:
+    with pytest.raises(UserError, match=r"privacy.delta = 0"):
+        price(events, 0.0)
+    with pytest.raises(UserError, match=r"privacy.delta = 0"):
+        calibrate(lambda z: events, 1.0, 0.0)
