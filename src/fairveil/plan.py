@@ -303,13 +303,14 @@ def _check_fairness(config: RunConfig, federation: Federation) -> None:
             f"There are: {', '.join(known)}. A file names its own in data.options.sensitive. Nothing was run.",
             f"fairness.groups = {shown(nearest(groups, known) or 'cluster')}",
         )
-    if positive is not None and positive >= federation.classes:
+    classes = 2 if federation.decided else federation.classes
+    if positive is not None and positive >= classes:
         raise UserError(
             f"fairness.positive = {positive} is not a class of {federation.name}.",
-            f"It has {federation.classes} classes, numbered from 0. Nothing was run."
-            if federation.classes
+            f"It has {classes} classes, numbered from 0. Nothing was run."
+            if classes
             else "It is a regression, and has none. Nothing was run.",
-            "fairness.positive = 1, or leave it out" if federation.classes else "leave out fairness.positive",
+            "fairness.positive = 1, or leave it out" if classes else "leave out fairness.positive",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import cast
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from fairveil.data.federation import Records
+from fairveil.errors import UserError
 from fairveil.models import Model
 from fairveil.privacy.choice import PrivateChoice
+from fairveil.privacy.gradients import clipped_sums, path_of
 from fairveil.privacy.mechanisms import CohortSums
 from fairveil.privacy.metric import Sanitiser, sanitised
 from fairveil.privacy.release import Kept, Reply
@@ -39,25 +42,51 @@ def bounded_update(members: Sequence[Member]) -> list[Reply]:
 
     Inputs: "model" (p,), "learning_rate", "local_epochs", "batch_size". The share is the update, clipped.
     """
+    starts = torch.stack([cast(Tensor, member.inputs["model"]) for member in members])
     replies = []
-    for member in members:
-        start = cast(Tensor, member.inputs["model"])
-        share, diagnostics = cast(CohortSums, member.mechanism).share({"update": descent(member, start) - start})
+    for member, update in zip(members, descent(members, starts) - starts, strict=True):
+        share, diagnostics = cast(CohortSums, member.mechanism).share({"update": update})
         replies.append(Reply(share, diagnostics=diagnostics))
     return replies
 
 
-def descent(member: Member, start: Tensor) -> Tensor:
-    """Where plain SGD on a client's records leads from a start (p,); inputs "learning_rate", "local_epochs",
-    "batch_size"."""
-    inputs, records = member.inputs, member.data.train
-    weights, shuffle = start.clone(), member.stream("batches").numpy
-    for _ in range(cast(int, inputs["local_epochs"])):
-        order = torch.from_numpy(shuffle.permutation(len(records.y)))
-        for batch in order.split(cast(int, inputs["batch_size"])):
-            gradient = member.model.gradient(weights, records.x[batch], records.y[batch])
-            weights = weights - cast(float, inputs["learning_rate"]) * gradient
+def descent(members: Sequence[Member], starts: Tensor) -> Tensor:
+    """Where plain SGD on each client's own records leads from its start: (clients, p).
+
+    Inputs: "learning_rate", "local_epochs", "batch_size". Clients of small models take their steps together, by the way
+    of private training without its bound. What a client gets does not depend on the others.
+    """
+    model, together = members[0].model, _together(members[0].model)
+    weights = starts.clone()
+    left = {k: _batches(member) for k, member in enumerate(members)}
+    while left := {k: batches for k, batches in left.items() if batches}:
+        rows = {k: batches.pop(0) for k, batches in left.items()}
+        records = [members[k].data.train for k in rows]
+        if together:
+            sums = clipped_sums(model, weights[list(rows)], records, list(rows.values()), math.inf).total
+            gradients = sums / torch.tensor([len(batch) for batch in rows.values()]).unsqueeze(1)
+        else:
+            each = zip(rows.items(), records, strict=True)
+            steps = [model.gradient(weights[k], held.x[batch], held.y[batch]) for (k, batch), held in each]
+            gradients = torch.stack(steps)
+        rate = torch.tensor([cast(float, members[k].inputs["learning_rate"]) for k in rows]).unsqueeze(1)
+        weights[list(rows)] -= (rate * gradients).to(weights.dtype)
     return weights
+
+
+def _batches(member: Member) -> list[Tensor]:
+    """The rows of a client's records in every step of its training."""
+    shuffle, inputs = member.stream("batches").numpy, member.inputs
+    orders = (shuffle.permutation(len(member.data.train.y)) for _ in range(cast(int, inputs["local_epochs"])))
+    return [rows for order in orders for rows in torch.from_numpy(order).split(cast(int, inputs["batch_size"]))]
+
+
+def _together(model: Model) -> bool:
+    """Whether several clients may share a call."""
+    try:
+        return path_of(model).together
+    except UserError:
+        return False  # there are no gradients of single records; plain SGD needs none
 
 
 @deployable(by=Sanitiser, models=Array(("m", "p")), learning_rate=float, local_epochs=int, batch_size=int)
@@ -66,12 +95,11 @@ def personal_update(members: Sequence[Member]) -> list[Reply]:
 
     Inputs: "models" (m, p), and those of `descent`. Which hypothesis it took is not said.
     """
-    chosen, local = [], []
-    for member in members:
-        models = cast(Tensor, member.inputs["models"])
-        chosen.append(best_model(member.model, models, member.data.train))
-        local.append(descent(member, models[chosen[-1]]))
-    released = sanitised(cast(Sanitiser, members[0].mechanism), members, chosen, torch.stack(local))
+    offered = [cast(Tensor, member.inputs["models"]) for member in members]
+    pairs = list(zip(members, offered, strict=True))
+    chosen = [best_model(member.model, models, member.data.train) for member, models in pairs]
+    starts = torch.stack([models[j] for models, j in zip(offered, chosen, strict=True)])
+    released = sanitised(cast(Sanitiser, members[0].mechanism), members, chosen, descent(members, starts))
     return [Reply(release, diagnostics=diagnostics) for release, diagnostics in released]
 
 

@@ -1,6 +1,7 @@
 """Two federations of real hospitals: heart disease at four of them, and what 3,337 of them charge.
 
-How a column becomes a number is declared here, from medical and public knowledge, before any record is seen.
+How a column becomes a number is declared here, from medical and public knowledge, before any record is seen (but for
+the "kinds" of procedures, which were put together with these published charges in view).
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class HospitalCharges(Stored):
         names = table["provider_name"].to_numpy()[first]
         kinds = {
             "the kinds of procedures": "read off the codes and definitions of the diagnosis-related groups, which CMS "
-            "publishes; the regions are those of the Census Bureau"
+            "publishes; which of them to take was decided with a look at these charges, which are published too"
         }
         return owned(
             "hospital-charges", Records(torch.from_numpy(x), torch.from_numpy(y)), client.astype(np.int64), classes=0,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from fairveil.config import RunConfig
 from fairveil.options import shown
 from fairveil.privacy.statement import json_number, rounded_up
 from fairveil.store import write_whole
@@ -123,6 +124,12 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     write_whole(path, data)
 
 
+def _protected(config: RunConfig) -> str:
+    """What a run protects, in words."""
+    unit = config.build_algorithm().unit
+    return "client's local models (metric privacy)" if unit == "metric" else f"{unit} under {config.privacy.adjacency}"
+
+
 @dataclass(frozen=True)
 class Composed:
     """The price of all finished runs together, for whoever sees them all."""
@@ -135,9 +142,7 @@ class Composed:
     @classmethod
     def of(cls, finished: Mapping[Cell, Mapping[str, Any]]) -> Composed:
         """Basic composition: epsilons and deltas add up."""
-        protects = {
-            f"{cell.config.build_algorithm().unit} under {cell.config.privacy.adjacency}": None for cell in finished
-        }
+        protects = {_protected(cell.config): None for cell in finished}
         if len(protects) > 1:
             return cls(len(finished), None, None, tuple(protects))
         epsilon = math.fsum(float(result["epsilon"]) for result in finished.values())  # float("infinity") is infinite
