@@ -14,11 +14,12 @@ from matplotlib.artist import Artist
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from fairveil.privacy.accounting import ORDERS, Price, price, rdp_curve
+from fairveil.privacy.accounting import ORDERS, Floats, MetricDpEvent, Price, price, rdp_curve
 from fairveil.privacy.mechanisms import Mechanism, events_of, without_leaks
 from fairveil.privacy.statement import rounded_up
 from fairveil.reading import Run
 from fairveil.report.chart import COLOURS, Chart, legend_below, new_axes, styled
+from fairveil.report.metric import busiest
 
 MOST_PRICES = 24  # rounds for which a price is computed: the last, and others evenly spread
 
@@ -47,12 +48,15 @@ def spending(run: Run) -> Spending:
     if total is None or len(known) < len(posted):
         return Spending(unit, None, None, pd.DataFrame())
     spent = Counter(mechanism for _, mechanism, _ in known)
-    by_round = _by_round(run, known) if known and math.isfinite(total.epsilon) else pd.DataFrame()
+    by_round = _by_round(run, known) if known and 0 < total.epsilon < math.inf else pd.DataFrame()
     return Spending(unit, total, _priced(run, spent), by_round)
 
 
 def _worst(run: Run) -> int:
-    """The unit whose plan costs most. Where something leaks all cost infinitely much, and the rest of it decides."""
+    """The unit whose plan costs most. Where something leaks all cost infinitely much, and the rest of it decides; under
+    metric privacy all plans are alike, and what was done decides."""
+    if (busy := busiest(run)) is not None:
+        return busy
     worst = run.units.loc[run.units["epsilon"].astype(float).idxmax()]
     if math.isfinite(worst["epsilon"]):
         return int(worst["unit"])
@@ -81,9 +85,11 @@ def _holders(run: Run) -> int:
 
 def _by_round(run: Run, posted: Sequence[tuple[int, Mechanism, str]]) -> pd.DataFrame:
     """Cumulative epsilon, shared out among the kinds of release in proportion to their Renyi divergence at the order
-    that is best for the total (epsilons of kinds do not add up)."""
+    that is best for the total (epsilons of kinds do not add up; those of metric privacy do)."""
+    delta = run.config["privacy"]["delta"]  # metric privacy has none
+    loss = math.log(1 / delta) if delta else 0.0
     kinds, numbers = list(dict.fromkeys(kind for *_, kind in posted)), sorted({number for number, *_ in posted})
-    curves = {m: rdp_curve(m.event) for m in without_leaks(Counter(mechanism for _, mechanism, _ in posted))}
+    curves = {m: _curve(m) for m in without_leaks(Counter(mechanism for _, mechanism, _ in posted))}
     places = np.unique(np.linspace(0, len(numbers) - 1, MOST_PRICES).round().astype(int))
     wanted = {numbers[place] for place in places}
     sums = {kind: np.zeros(len(ORDERS)) for kind in kinds}
@@ -95,10 +101,18 @@ def _by_round(run: Run, posted: Sequence[tuple[int, Mechanism, str]]) -> pd.Data
             sums[kind] = sums[kind] + curves.get(mechanism, 0.0)
         if number in wanted:
             epsilon, total = _priced(run, spent).epsilon, np.sum(list(sums.values()), axis=0)
-            best = int(np.argmin(total + math.log(1 / run.config["privacy"]["delta"]) / (np.array(ORDERS) - 1)))
+            best = int(np.argmin(total + loss / (np.array(ORDERS) - 1)))
             share = {kind: sums[kind][best] / total[best] if total[best] else 0.0 for kind in kinds}
             rows.append({"round": number} | {kind: epsilon * share[kind] for kind in kinds})
     return pd.DataFrame(rows)
+
+
+def _curve(mechanism: Mechanism) -> Floats:
+    """What adds up over releases, at ORDERS: Renyi divergences, or an epsilon that is the same at all of them."""
+    event = mechanism.event
+    if isinstance(event, MetricDpEvent):
+        return np.full(len(ORDERS), event.epsilon * event.distance)
+    return rdp_curve(event)
 
 
 def budget_by_round(run: Run, spent: Spending | None = None) -> Chart | None:
@@ -113,7 +127,9 @@ def budget_by_round(run: Run, spent: Spending | None = None) -> Chart | None:
         figure, axes = new_axes()
         bottom = np.zeros(len(table))
         entries: list[tuple[Artist, str]] = []
-        edges = np.append(rounds[0] - 1, rounds) + 0.5  # a bar reaches back to the last round that has one
+        edges = np.append(rounds[0] - 1, rounds) + 0.5  # a bar reaches back to the last round that has one ...
+        if len(table) < MOST_PRICES:  # ... or, if none was left out, on to the next in which something is sent
+            edges = np.append(rounds, max(rounds[-1], len(run.rounds)) + 1) - 0.5
         for number, kind in enumerate(kinds):
             colour, hatch = COLOURS[number % len(COLOURS)], ("", "///", "...")[number % 3]
             axes.bar(
@@ -123,6 +139,7 @@ def budget_by_round(run: Run, spent: Spending | None = None) -> Chart | None:
             bottom = bottom + table[kind].to_numpy()
             entries.append((Patch(facecolor=colour, hatch=hatch, edgecolor="white"), kind))
         line = axes.axhline(planned, color="#000000", linestyle="--", linewidth=1.2)
+        axes.set_xlim(left=min(0.5, edges[0]))
         axes.set_ylim(0, planned * 1.12)
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -133,8 +150,11 @@ def budget_by_round(run: Run, spent: Spending | None = None) -> Chart | None:
         for (_, row), top in zip(table.iterrows(), bottom, strict=True)
     ]
     whose = "the federation" if spent.unit < 0 else f"client {run.clients['name'].iloc[spent.unit]}"
-    caption = (
-        f"Of {whose}, whose plan costs most: all that it had released after a round, priced anew from the ledger. "
-        "Prices of kinds do not add up; they share the total in proportion to their Renyi divergence."
+    chosen = "whose plan costs most" if run.statement.get("metric") is None else "which has sent most"
+    shared = (
+        "Epsilons of metric privacy add up."
+        if spent.planned.accountant == "sum"
+        else "Prices of kinds do not add up; they share the total in proportion to their Renyi divergence."
     )
+    caption = f"Of {whose}, {chosen}: all that it had released after a round, priced anew from the ledger. {shared}"
     return Chart("budget", "Budget spent, by kind of release", caption, figure, table, marks)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -22,31 +23,45 @@ LARGEST_TABLE = 40
 
 
 def final_clusters(run: Run) -> np.ndarray | None:
-    """Which cluster each client ended in (clients,); None: nobody looked for any."""
+    """Which cluster each client ended in (clients,), -1 for those never seen; None: nobody looked for any."""
     return np.array(run.clusters["of_client"]) if run.clusters else None
 
 
 def recovery(run: Run) -> Mapping[str, Any] | None:
-    """How the clusters agree with the groups of the data."""
+    """How the clusters agree with the groups of the data, over the clients that were ever seen."""
     label = final_clusters(run)
     if label is None or run.clusters is None:
         return None
-    table = pd.crosstab(run.clients["group"].to_numpy(), label)
-    smallest = run.clients["group"].value_counts().idxmin()
+    seen = label >= 0
+    if not seen.any():
+        return None
+    group = run.clients["group"][seen]
+    table = pd.crosstab(group.to_numpy(), label[seen])
+    smallest = group.value_counts().idxmin()
     of_smallest = table.loc[smallest][table.loc[smallest] > 0]
     alone = len(of_smallest) == 1 and table[of_smallest.index[0]].sum() == of_smallest.iloc[0]
     one_each = bool(((table > 0).sum(axis=0) == 1).all() and ((table > 0).sum(axis=1) == 1).all())
     found = {key: run.clusters.get(key) for key in ("count", "ari", "mss", "mpo", "switch_round", "iterations")}
-    return found | {"groups": len(table), "exact": one_each, "minority": str(smallest), "minority_alone": bool(alone)}
+    found |= {"groups": len(table), "exact": one_each, "minority": str(smallest), "minority_alone": bool(alone)}
+    return found | {"seen": int(seen.sum())}
 
 
 def cluster_plane(run: Run) -> Chart | None:
-    """The first noisy updates on two axes: colour and ellipse by cluster found, shape by group of the data."""
+    """What the server got, with its noise, on two axes: colour and ellipse by cluster found, shape by group of the
+    data. Of metric privacy the last round, with the hypotheses; of others the first."""
     label = final_clusters(run)
     if label is None or run.clusters is None or run.clusters.get("plane") is None:
         return None
-    plane, group = np.array(run.clusters["plane"], dtype=float), run.clients["group"].to_numpy()
-    names = list(dict.fromkeys(group))
+    places = [(math.nan, math.nan) if place is None else place for place in run.clusters["plane"]]
+    plane = np.array(places, dtype=float)
+    shown = ~np.isnan(plane).any(axis=1) & (label >= 0)
+    if not shown.any():
+        return None
+    names = list(dict.fromkeys(run.clients["group"]))
+    clients, plane, label = run.clients[shown], plane[shown], label[shown]
+    group = clients["group"].to_numpy()
+    centres = np.array(run.clusters.get("centres") or [], dtype=float).reshape(-1, 2)
+    seen = _Seen.of(run, len(clients))
     pooled = _within(plane, label)
     with styled():
         figure, axes = new_axes(4.1)
@@ -58,31 +73,81 @@ def cluster_plane(run: Run) -> Chart | None:
                 size = 34 if len(plane) <= 100 else 12
                 many = len(plane) > MOST_DRAWN
                 axes.scatter(dots[:, 0], dots[:, 1], size, colour, marker=shape_of(number), alpha=0.9, rasterized=many)
-        axes.set_xlabel("first principal direction of the updates")
-        axes.set_ylabel("second")
+        for cluster, (x, y) in enumerate(centres):
+            axes.scatter(x, y, 190, COLOURS[cluster % len(COLOURS)], marker="*", edgecolors="#000000", zorder=3)
+        axes.set_xlabel(seen.across)
+        axes.set_ylabel(seen.up)
         axes.margins(0.12)
+        if len(centres):  # equal scales would cut into the margin
+            every = np.concatenate([plane, centres])
+            room = 0.07 * np.ptp(every, axis=0).max()
+            axes.update_datalim([every.min(axis=0) - room, every.max(axis=0) + room])
         axes.set_aspect("equal", adjustable="datalim")
-        axes.tick_params(labelbottom=False, labelleft=False)
-        entries: list[tuple[Artist, str]] = [
-            (Patch(color=COLOURS[c % len(COLOURS)]), f"cluster {c}") for c in np.unique(label)[:MOST_MODELS].tolist()
-        ]
+        if not seen.scaled:
+            axes.tick_params(labelbottom=False, labelleft=False)
+        drawn = np.unique([*label, *range(len(centres))])[:MOST_MODELS].tolist()
+        mixed = any(f"cluster {c}" in names for c in drawn)  # a group may be called so, too
+        told = "found: cluster" if mixed else "cluster"
+        entries: list[tuple[Artist, str]] = [(Patch(color=COLOURS[c % len(COLOURS)]), f"{told} {c}") for c in drawn]
         entries += [
-            (Line2D([], [], marker=shape_of(number), color="#444444", linestyle=""), str(name))
+            (Line2D([], [], marker=shape_of(number), color="#444444", linestyle=""), f"{'group: ' * mixed}{name}")
             for number, name in enumerate(names[:MOST_MODELS])
         ]
+        if len(centres):
+            star = Line2D([], [], marker="*", color="#444444", markeredgecolor="#000000", markersize=11, linestyle="")
+            entries.append((star, "hypothesis"))
         legend_below(figure, entries)
     data = pd.DataFrame(
-        {"client": run.clients["name"], "group": group, "cluster": label, "first": plane[:, 0], "second": plane[:, 1]}
+        {"client": clients["name"], "group": group, "cluster": label, "first": plane[:, 0], "second": plane[:, 1]}
     )
     marks = [
         (axes, float(x), float(y), f"{name} ({of}), cluster {c}")
-        for (x, y), name, of, c in zip(plane, run.clients["name"], group, label, strict=True)
+        for (x, y), name, of, c in zip(plane, clients["name"], group, label, strict=True)
     ]
-    caption = (
-        "What the server sees in round 1: every client's update with its noise, on the two directions in which they "
-        "differ most. Ellipses: two standard deviations of a cluster. The mixture looks at more than two directions."
-    )
-    return Chart("clusters", "The noisy updates of round 1", caption, figure, data, marks)
+    if len(centres):
+        rows = [["", "", c, *centre] for c, centre in enumerate(centres.tolist())]
+        data = pd.concat(
+            [data.assign(what="client"), pd.DataFrame(rows, columns=data.columns).assign(what="hypothesis")]
+        )
+        marks += [(axes, x, y, f"hypothesis {c}{seen.at(x, y)}") for _, _, c, x, y in rows]
+    return Chart("clusters", seen.title, seen.caption, figure, data, marks)
+
+
+class _Seen(NamedTuple):
+    """What a plane shows, in words."""
+
+    title: str
+    caption: str
+    across: str
+    up: str
+    scaled: bool = False  # whether numbers on the axes mean something
+
+    @classmethod
+    def of(cls, run: Run, shown: int) -> _Seen:
+        if not run.clusters or run.clusters.get("centres") is None:
+            return cls(
+                "The noisy updates of round 1",
+                "What the server sees in round 1: every client's update with its noise, on the two directions in which "
+                "they differ most. Ellipses: two standard deviations of a cluster. The mixture looks at more than two "
+                "directions.",
+                "first principal direction of the updates", "second",
+            )  # fmt: skip
+        metric = run.statement.get("metric") or {}
+        noisy = "noisy local models" if metric.get("noise_multiplier", 1) else "local models"
+        two = run.facts.get("parameters") == 2
+        on = "their two parameters" if two else "the two directions in which they differ most"
+        done, every = len(run.rounds), int(run.config.get("metrics", {}).get("every", 1))
+        number = done if run.result is not None else done - done % every  # it is kept when a round is evaluated
+        caption = (
+            f"What the server got in round {number}: {noisy} of {shown:,} clients, on {on}. Colours: "
+            "the clusters that it found; stars: the hypotheses that it made of them. Ellipses: two standard deviations "
+            "of a cluster."
+        )
+        axes = ("first parameter", "second parameter") if two else ("first principal direction", "second")
+        return cls(f"The {noisy} of round {number}", caption, *axes, scaled=two)
+
+    def at(self, x: float, y: float) -> str:
+        return f": ({x:.3g}, {y:.3g})" if self.scaled else ""
 
 
 def assignment_ribbon(run: Run) -> Chart | None:
@@ -124,16 +189,19 @@ def assignment_ribbon(run: Run) -> Chart | None:
     ]  # fmt: skip
     data = pd.DataFrame(segments).drop(columns="line")
     caption = f"{len(order):,} clients, one line each; the colour says which of {models} models serves it."
+    if run.statement.get("metric") is not None:
+        caption += " All are offered all models, and each takes the one that fits its own training records best."
     return Chart("assignment", "Who is served by which model", caption, figure, data, marks)
 
 
 def cluster_confusion(run: Run) -> Chart | None:
     """How many clients of each group ended in each cluster."""
     label = final_clusters(run)
-    if label is None:
+    if label is None or not (label >= 0).any():
         return None
-    table = pd.crosstab(run.clients["group"].to_numpy(), label)
-    table = table.loc[list(dict.fromkeys(run.clients["group"]))]
+    group, label = run.clients["group"][label >= 0], label[label >= 0]
+    table = pd.crosstab(group.to_numpy(), label)
+    table = table.loc[list(dict.fromkeys(group))]
     if max(table.shape) > LARGEST_TABLE:
         return None
     with styled():
@@ -158,7 +226,9 @@ def cluster_confusion(run: Run) -> Chart | None:
     title, groups, used = "Clusters against the truth", "true groups", "The truth is used for this figure only."
     if run.elsewhere:  # nobody knows the truth
         title, groups, used = "Clusters against groups", "declared groups", "Clusters are found without the groups."
-    caption = f"{len(label):,} clients: {groups} down, clusters found across. {used}"
+    never = len(run.clients) - len(label)
+    others = f" {never:,} others have never taken part." if never else ""
+    caption = f"{len(label):,} clients: {groups} down, clusters found across.{others} {used}"
     return Chart("confusion", title, caption, figure, data, marks)
 
 

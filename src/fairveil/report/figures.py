@@ -46,12 +46,23 @@ def scores_by_round(runs: Sequence[Run], title: str | None = None) -> Chart | No
 
 def clipped_by_round(runs: Sequence[Run]) -> Chart | None:
     """The share of contributions that were longer than the clip norm, over the rounds."""
+    metric = runs[0].statement.get("metric")
+    if metric is not None and metric["law"] == "step":  # nothing is ever clipped
+        return None
+    what = (
+        "Of the records' gradients (under client-level privacy: of the clients' updates), how many were longer than "
+        "the clip norm. Near 100%: the clip decides the length of every step."
+    )
+    if metric is not None:
+        what = (
+            f"Of the steps of the clients that took part, how many were longer than the radius, {metric['radius']:g}. "
+            "Near 100%: the radius decides how far every client moves."
+        )
     return _by_round(
         runs, "clipped", key="clipped-by-round", title="Share that was clipped", split="train",
-        model=_training_task(runs[0]),
-        caption="Of the records' gradients (under client-level privacy: of the clients' updates), how many were longer "
-        "than the clip norm. Near 100%: the clip decides the length of every step. Near 0%: it could be smaller, and "
-        "the noise with it. A diagnostic of the simulation, not released.",
+        model=training_task(runs[0]),
+        caption=f"{what} Near 0%: it could be smaller, and the noise with it. A diagnostic of the simulation, not "
+        "released.",
     )  # fmt: skip
 
 
@@ -60,7 +71,7 @@ def signal_by_round(runs: Sequence[Run]) -> Chart | None:
     parameters = int(runs[0].facts.get("parameters", 0))
     return _by_round(
         runs, "signal_to_noise", key="signal-by-round", title="Signal to noise of one update", split="train",
-        model=_training_task(runs[0]),
+        model=training_task(runs[0]),
         caption="The length of what is not noise in a client's update over the length of its noise, mean over the "
         f"group's clients. Below {(2 / max(parameters, 1)) ** 0.25:.2g} it cannot be told from 0 "
         f"({parameters:,} parameters). Averaging over k clients multiplies it by up to √k.",
@@ -77,7 +88,7 @@ def client_dots(run: Run) -> Chart | None:
     with styled():
         figure, axes = new_axes()
         entries: list[tuple[Artist, str]] = []
-        for one in _series(run):
+        for one in series_of(run):
             part, size = table[table["group"].isin(one.groups)], 26 if len(table) <= 60 else 10
             dots = axes.scatter(
                 part.index + 1, part[metric], size, one.colour, marker=one.shape, linewidths=0, alpha=0.85,
@@ -96,7 +107,7 @@ def client_dots(run: Run) -> Chart | None:
         for number, row in table.iterrows()
     ]
     n = table["n"].dropna()
-    tests = f"; each tested on {_range(n.min(), n.max())} records" if len(n) else ""
+    tests = f"; each tested on {ranged(n.min(), n.max())} records" if len(n) else ""
     return Chart(
         "clients", f"{metric.capitalize()} of every client",
         f"{len(table):,} clients in round {_last_round(run)}, one dot each{tests}.", figure, table, marks[:MOST_MARKS],
@@ -116,7 +127,7 @@ def client_histogram(run: Run) -> Chart | None:
         figure, axes = new_axes()
         entries: list[tuple[Artist, str]] = []
         bottom = np.zeros(len(edges) - 1)
-        for one in _series(run):
+        for one in series_of(run):
             style: Any = {"hatch": one.hatch, "edgecolor": "white"}
             heights = np.sum([counts[group] for group in one.groups], axis=0)
             axes.bar(
@@ -141,7 +152,7 @@ def client_histogram(run: Run) -> Chart | None:
     return Chart("histogram", f"How {metric} is spread over clients", caption, figure, data, marks)
 
 
-class _Series(NamedTuple):
+class Series(NamedTuple):
     """Groups of clients that are drawn alike, and how."""
 
     name: str
@@ -151,16 +162,16 @@ class _Series(NamedTuple):
     hatch: str
 
 
-def _series(run: Run) -> list[_Series]:
+def series_of(run: Run) -> list[Series]:
     """One for each group, in the colours of all figures; of many groups the last are one."""
     groups = list(dict.fromkeys(run.clients["group"]))
     alone = groups if len(groups) <= MOST_LINES else groups[: MOST_LINES - 1]
     found = []
     for number, name in enumerate(alone):
         hatch = ("", "///", "...")[number // len(COLOURS) % 3]
-        found.append(_Series(name, [name], COLOURS[number % len(COLOURS)], shape_of(number), hatch))
+        found.append(Series(name, [name], COLOURS[number % len(COLOURS)], shape_of(number), hatch))
     rest = groups[len(alone) :]
-    return [*found, _Series(f"{len(rest)} other groups", rest, GREY, ".", "")] if rest else found
+    return [*found, Series(f"{len(rest)} other groups", rest, GREY, ".", "")] if rest else found
 
 
 def _by_round(
@@ -247,11 +258,11 @@ def _judged_by(run: Run) -> str:
     return "clients" if run.attribute is None else f"records by {run.attribute}"
 
 
-def _training_task(run: Run) -> str:
+def training_task(run: Run) -> str:
     """The task in which clients train: the one that tells how much it has clipped."""
     models = run.measured("clipped")
     return models[0] if models else "local_update"
 
 
-def _range(low: float, high: float) -> str:
+def ranged(low: float, high: float) -> str:
     return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"

@@ -14,13 +14,15 @@ import tomli_w
 from fairveil.errors import RunFault
 from fairveil.fairness import group_differences
 from fairveil.intervals import gap_by_chance, gap_of, mean_of
-from fairveil.privacy.statement import Statement, rounded_up
+from fairveil.privacy.statement import VACUOUS, Statement, rounded_up
 from fairveil.provenance import PACKAGES, resume_command
 from fairveil.reading import SCORES_STAY, Run
 from fairveil.report.budget import Spending, budget_by_round, spending
 from fairveil.report.chart import Chart, in_words, shortened
 from fairveil.report.clusters import assignment_ribbon, cluster_confusion, cluster_plane, recovery
 from fairveil.report.figures import client_dots, client_histogram, clipped_by_round, scores_by_round, signal_by_round
+from fairveil.report.generated import data_plane
+from fairveil.report.metric import metric_budget_by_round, metric_budget_histogram, step_lengths
 from fairveil.report.page import Card, Page, Section, Table, Text, words
 from fairveil.report.tables import (
     Judged,
@@ -51,7 +53,9 @@ def run_page(run: Run) -> Page:
         Section("clusters", "Clusters", _clusters(run)),
         Section("privacy", "Privacy", _privacy(run, statement, spent), intro=PRIVACY),
         Section(
-            "training", "Signal and noise", charts(lambda: clipped_by_round([run]), lambda: signal_by_round([run]))
+            "training",
+            "Signal and noise",
+            charts(lambda: clipped_by_round([run]), lambda: signal_by_round([run]), lambda: step_lengths(run)),
         ),
         Section("reproduce", "How to have it again", reproduce(run)),
     ]
@@ -86,23 +90,7 @@ def _guarantee(statement: Statement) -> str:
 
 
 def _verdict(run: Run, statement: Statement, spent: Spending, judged: Judged | None) -> list[Card]:
-    used = statement.epsilon_spent if spent.posted is None else spent.posted.epsilon
-    of_budget = f"{'up to all' if used is None else rounded_up(used)} of {rounded_up(statement.epsilon)}"
-    protects = {"record": "one record", "client": "one client"}[statement.unit]
-    infinite = math.isinf(statement.epsilon)
-    noted = "something is sent without noise" if infinite else f"{statement.accountant.upper()} accountant"
-    rounds = run.config["algorithm"]["rounds"]
-    cards = [
-        Card(
-            "Guarantee", "none" if infinite else f"ε = {rounded_up(statement.epsilon)}",
-            f"δ = {statement.delta:g}, for {protects} ({statement.adjacency}); {noted}", warn=infinite,
-        ),
-        Card(
-            "Budget spent",
-            "unbounded" if infinite else of_budget,
-            "all rounds are done" if run.result else f"after {len(run.rounds)} of {rounds} rounds", warn=infinite,
-        ),
-    ]  # fmt: skip
+    cards = [_guaranteed(statement), _spent(run, statement, spent)]
     if run.elsewhere:
         return [*cards, Card("Scores", "with the clients", "what they measure is not sent")]
     if judged is None:
@@ -132,6 +120,49 @@ def _verdict(run: Run, statement: Statement, spent: Spending, judged: Judged | N
     return cards
 
 
+def _guaranteed(statement: Statement) -> Card:
+    """The guarantee in a few words: how much, and for whom."""
+    metric, infinite = statement.metric, math.isinf(statement.epsilon)
+    if metric is not None and infinite:
+        step = "each client's noise is in proportion to its own step, and gives its length away"
+        why = step if metric.noise_multiplier else "local models are sent without noise"
+        return Card("Guarantee", "none", f"for nobody: {why}", warn=True)
+    if metric is None:
+        whom = f"{'one client' if statement.unit == 'client' else 'one record'} ({statement.adjacency})"
+    elif metric.chosen_freely:
+        whom = "one client with all its records, replaced by any others"
+    else:
+        whom = "one client, among records that choose the same models; not for its choice"
+    noted = (
+        f"{statement.accountant.upper()} accountant" if statement.accountant != "sum" else "metric privacy, added up"
+    )
+    noted = "something is sent without noise" if infinite else noted
+    vacuous = VACUOUS < statement.epsilon < math.inf
+    large = "; so large that the number alone protects nobody" if vacuous else ""
+    return Card(
+        "Guarantee", "none" if infinite else f"ε = {rounded_up(statement.epsilon)}",
+        f"δ = {statement.delta:g}, for {whom}; {noted}{large}", warn=infinite or vacuous,
+    )  # fmt: skip
+
+
+def _spent(run: Run, statement: Statement, spent: Spending) -> Card:
+    used = statement.epsilon_spent if spent.posted is None else spent.posted.epsilon
+    of_budget = f"{'up to all' if used is None else rounded_up(used)} of {rounded_up(statement.epsilon)}"
+    infinite, rounds = math.isinf(statement.epsilon), run.config["algorithm"]["rounds"]
+    note = "all rounds are done" if run.result else f"after {len(run.rounds)} of {rounds} rounds"
+    if statement.metric is not None:
+        note += f"; by the client that has sent most, of {len(run.clients):,}" if not infinite else _as_counted(run)
+    return Card("Budget spent", "unbounded" if infinite else of_budget, note, warn=infinite)
+
+
+def _as_counted(run: Run) -> str:
+    """What Galli et al. would say was spent, where there is no guarantee; empty if they would not either."""
+    budgets = run.metric_budgets()
+    if budgets is None or not math.isfinite(most := float(budgets.max())):
+        return ""
+    return f"; Galli et al. (2023) count {most:.4g} at most, which is not a guarantee"
+
+
 def _points(value: float, metric: str) -> str:
     return f"{100 * value:.1f} points" if metric == "accuracy" else f"{value:.4g}"
 
@@ -145,7 +176,7 @@ def _fairness(run: Run, judged: Judged | None) -> list[Any]:
         return []
     figures = charts(lambda: scores_by_round([run]), lambda: client_dots(run), lambda: client_histogram(run))
     tables = [group_table(judged), figure_table(judged), *attribute_tables(run), *cost_tables(run)]
-    return [*figures, *tables, client_table(run, judged)]
+    return [*figures, *tables, client_table(run, judged), *charts(lambda: data_plane(run))]
 
 
 def _clients(run: Run) -> Section:
@@ -174,11 +205,16 @@ def _clusters(run: Run) -> list[Any]:
             ("iterations of the fit", str(found["iterations"])),
         ]
     rows = [[words(name), words(value)] for name, value in lines]
-    return [*figures, Table("recovery", f"n = {len(run.clients):,} clients.", ["what", "found"], rows, beside=True)]
+    never = len(run.clients) - found["seen"]
+    others = f"; {never:,} others have never taken part" if never else ""
+    caption = f"n = {found['seen']:,} clients{others}."
+    return [*figures, Table("recovery", caption, ["what", "found"], rows, beside=True)]
 
 
 def _privacy(run: Run, statement: Statement, spent: Spending) -> list[Any]:
-    blocks: list[Any] = charts(lambda: budget_by_round(run, spent))
+    blocks: list[Any] = charts(
+        lambda: budget_by_round(run, spent), lambda: metric_budget_by_round(run), lambda: metric_budget_histogram(run)
+    )
     texts = [Text(f"{text[0].upper()}{text[1:]}.", heading=heading) for heading, text in statement.lines() if text]
     rows = []
     for release in statement.releases:
@@ -189,10 +225,10 @@ def _privacy(run: Run, statement: Statement, spent: Spending) -> list[Any]:
                 words("" if posted is None else _times(posted)), words(release.what),
             ]
         )  # fmt: skip
-    per = "each client" if statement.unit == "record" else "the federation"
+    per = "the federation" if statement.unit == "client" else "each client"
     columns = ["release", "planned", "posted", "each time"]
     blocks += [Table("releases", f"What is sent, by {per}.", columns, rows, beside=True)]
-    return [*texts, *blocks, Text(_checked(statement, spent), heading="Checked for this page")]
+    return [*texts, *blocks, Text(_checked(run, statement, spent), heading="Checked for this page")]
 
 
 def _times(fewest_most: tuple[int, int]) -> str:
@@ -200,8 +236,10 @@ def _times(fewest_most: tuple[int, int]) -> str:
     return f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
 
 
-def _checked(statement: Statement, spent: Spending) -> str:
+def _checked(run: Run, statement: Statement, spent: Spending) -> str:
     """Whether the price in the statement is that of the ledger."""
+    if statement.metric is not None and statement.metric.law == "step":
+        return f"What is sent has no price: that it hides anything is not proved{_as_counted(run)}."
     if spent.planned is None or spent.posted is None:
         return "The ledger holds mechanisms that are not this library's, so the price could not be computed anew."
     claimed = statement.epsilon_without_leaks if statement.leaks else statement.epsilon
