@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from fairveil.options import shown
@@ -27,21 +29,26 @@ from fairveil.report.chart import (
     styled,
 )
 from fairveil.sweep import Sweep, SweepResult
+from fairveil.sweep.summary import BETWEEN_GROUPS
 
-BUDGET = "privacy.epsilon"
+BUDGET, NOISE = "privacy.epsilon", "privacy.noise_multiplier"
 MEASURES = {"mean": "mean", "worst_group": "worst group"}
 
 
 def over_budgets(sweep: Sweep, result: SweepResult, measure: str) -> Chart | None:
-    """A measure of the main metric against epsilon (or the first key of the grid with numbers), a line for each."""
-    metric = result.metrics[0] if result.metrics else ""
-    key = _across(sweep)
-    part = result.means[result.means["measure"] == f"{metric}_{measure}"].dropna(subset=["mean"])
+    """A measure against epsilon (or the noise, or the first key of the grid with numbers), a line for each setting.
+
+    Args:
+        measure: one of MEASURES, of the main metric; or a difference between groups, as the results have it.
+    """
+    metric, key = result.metrics[0] if result.metrics else "", _across(sweep)
+    named = f"{MEASURES[measure]} {metric}" if measure in MEASURES else _difference_named(measure)
+    column, metric = (f"{metric}_{measure}", metric) if measure in MEASURES else (measure, "")
+    part = result.means[result.means["measure"] == column].dropna(subset=["mean"])
     if key is None or part.empty:
         return None
-    others = [other for other in sweep.keys if other != key]
+    others, across = [other for other in sweep.keys if other != key], sweep.short[key].replace("_", " ")
     part = part.assign(line=[_label(row, others, sweep) for _, row in part.iterrows()])
-    values = sorted(part[key].unique())
     with styled():
         figure, axes = new_axes()
         entries: list[tuple[Artist, str]] = []
@@ -50,27 +57,54 @@ def over_budgets(sweep: Sweep, result: SweepResult, measure: str) -> Chart | Non
             line = line.sort_values(key)
             style, x = style_of(number), line[key].to_numpy(dtype=float)
             half = ((line["high"] - line["low"]) / 2).to_numpy(dtype=float)
-            drawn, *_ = axes.errorbar(x, line["mean"], half, marker=shape_of(number), markersize=5, capsize=3, **style)
+            look: Any = style | {"marker": shape_of(number), "markersize": 5, "capsize": 3, "elinewidth": 1.1}
+            drawn, *_ = axes.errorbar(x, line["mean"], half, **look)
             entries.append((drawn, str(name)))
             marks += [
-                (axes, float(at), row["mean"], f"{name}, {sweep.short[key]} {at:g}: {_told(row, metric)}")
+                (axes, float(at), row["mean"], f"{name}, {across} {at:g}: {_told(row, metric)}")
                 for at, (_, row) in zip(x, line.iterrows(), strict=True)
             ]
-        if len(values) > 1 and min(values) > 0 and max(values) / min(values) > 4:
-            axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator([float(value) for value in values]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xticklabels([f"{value:g}" for value in values])
-        axes.set_xlabel(shortened(sweep.short[key], 60))
-        axes.set_ylabel(f"{MEASURES[measure]} {metric}")
+        _scaled(axes, sorted(part[key].unique()))
+        axes.set_xlabel(shortened(across, 60))
+        axes.set_ylabel(shortened(named, 44))
         if metric == "accuracy":
             as_percent(axes)
-            kept_within(axes, "y", -0.02, 1.02)
+        kept_within(axes, "y", *_ends(metric))
         legend_below(figure, entries)
-    caption = f"Mean over seeds with its 95% interval (Student's t; {_counts(part)})."
-    title = f"{MEASURES[measure].capitalize()} {metric} against {sweep.short[key]}"
+    lower = "" if measure in MEASURES else " 0: the groups are treated alike; it is never below."
+    caption = f"Mean over seeds with its 95% interval (Student's t; {_counts(part)}).{lower}"
+    title = f"{named[0].upper()}{named[1:]} against {across}"
     data = part[["variant", *sweep.keys, "n", "mean", "low", "high"]]
     return Chart(slug(f"{measure}-by-{sweep.short[key]}"), title, caption, figure, data, marks)
+
+
+def _ends(metric: str) -> tuple[float, float]:
+    """Between which values can be: errors are at least 0, accuracies (and differences of rates) at most 1, too."""
+    return (0.0, math.inf) if metric == "rmse" else (-0.02, 1.02)
+
+
+def between_groups(result: SweepResult) -> list[str]:
+    """The differences between groups that the runs were judged by: demographic parity, equalised odds, ..."""
+    return [name for name in dict.fromkeys(result.means["measure"]) if str(name).endswith(BETWEEN_GROUPS)]
+
+
+def _difference_named(measure: str) -> str:
+    """ "sex: equalised odds" in the words of an axis; clients are told apart by their groups."""
+    of, _, what = measure.rpartition(": ")
+    return f"{what} difference" + ("" if of == "clients" else f" by {of}")
+
+
+def _scaled(axes: Axes, values: Sequence[float]) -> None:
+    """Ticks at the values; in proportion where they go far, with room for a 0."""
+    above = [value for value in values if value > 0]
+    if len(above) > 1 and max(above) / min(above) > 4 and min(values) >= 0:
+        if len(above) == len(values):
+            axes.set_xscale("log")
+        else:
+            axes.set_xscale("symlog", linthresh=min(above), linscale=0.6)
+    axes.xaxis.set_major_locator(FixedLocator([float(value) for value in values]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticklabels([f"{value:g}" for value in values])
 
 
 def frontier(sweep: Sweep, result: SweepResult) -> Chart | None:
@@ -100,10 +134,10 @@ def frontier(sweep: Sweep, result: SweepResult) -> Chart | None:
         (equal,) = axes.plot([low, high], [low, high], color="#c8c8c8", linewidth=0.8, zorder=0)
         axes.set_xlabel(f"mean {metric}")
         axes.set_ylabel(f"worst group {metric}")
-        if metric == "accuracy":
-            for which in "xy":
+        for which in "xy":
+            if metric == "accuracy":
                 as_percent(axes, which)
-                kept_within(axes, which, -0.02, 1.02)
+            kept_within(axes, which, *_ends(metric))
         legend_below(figure, [*entries, (line, "not beaten in both"), (equal, "no gap")])
     marks = [
         (axes, row["mean_mean"], row["mean_worst"], f"{row['setting']}: mean {mean}, worst group {worst}")
@@ -163,13 +197,13 @@ def paired_differences(sweep: Sweep, result: SweepResult) -> Chart | None:
 
 
 def _across(sweep: Sweep) -> str | None:
-    """The key of the grid that goes across: the budget, or the first that holds numbers."""
+    """The key of the grid that goes across: the budget, the noise, or the first that holds numbers."""
     numeric = [
         key
         for key, values in sweep.config.grid.items()
         if len(values) > 1 and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     ]
-    return BUDGET if BUDGET in numeric else next(iter(numeric), None)
+    return next(iter([*(key for key in (BUDGET, NOISE) if key in numeric), *numeric]), None)
 
 
 def _label(row: Any, keys: Sequence[str], sweep: Sweep) -> str:

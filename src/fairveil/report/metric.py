@@ -65,7 +65,9 @@ def metric_budget_by_round(run: Run) -> Chart | None:
                 (axes, float(at), float(value), f"{name}, round {at}: at most {value:.4g} (n = {clients:,} clients)")
                 for at, value in largest.items()
             ]
-        (drawn,) = axes.plot(rounds, median, color=BLACK, linestyle="--", linewidth=1.2)
+        (drawn,) = axes.plot(
+            rounds, median, color=BLACK, linestyle="--", linewidth=1.2, clip_on=False
+        )  # it may lie on the axis
         entries.append((drawn, "median of all"))
         marks += [
             (axes, float(at), float(value), f"median of {len(group):,} clients, round {at}: {value:.4g}")

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -17,8 +18,8 @@ from fairveil.options import shown
 from fairveil.privacy.statement import rounded_up
 from fairveil.reading import Run, load_run
 from fairveil.report.chart import Chart, in_words
-from fairveil.report.comparisons import MEASURES, frontier, over_budgets, paired_differences
-from fairveil.report.figures import scores_by_round
+from fairveil.report.comparisons import MEASURES, NOISE, between_groups, frontier, over_budgets, paired_differences
+from fairveil.report.figures import ranged, scores_by_round
 from fairveil.report.page import Card, Cell, Page, Section, Table, Text, number, words
 from fairveil.report.run_page import charts
 from fairveil.report.tables import Judged
@@ -26,6 +27,7 @@ from fairveil.store import is_held
 from fairveil.sweep import Cell as SweepCell
 from fairveil.sweep import SweepFolder
 
+HYPOTHESES = "algorithm.hypotheses"
 MOST_SETTINGS = 24  # that get a figure of their own
 
 
@@ -36,11 +38,14 @@ def sweep_page(folder: SweepFolder) -> Page:
     compared = charts(
         lambda: over_budgets(sweep, result, "mean"), lambda: over_budgets(sweep, result, "worst_group"),
         lambda: frontier(sweep, result), lambda: paired_differences(sweep, result),
+        *(partial(over_budgets, sweep, result, measure) for measure in between_groups(result)),
     )  # fmt: skip
     sections = [
         Section("verdict", "Verdict", _cards(folder), intro=result.composed.sentence(result.others)),
         Section("grid", "The runs", [_grid(folder, states)]),
-        Section("comparison", "What they say together", [*compared, *_tables(folder), *_gaps(folder)]),
+        Section(
+            "comparison", "What they say together", [*compared, *_budgets(folder), *_tables(folder), *_gaps(folder)]
+        ),
         Section("settings", "Every setting over the rounds", _settings(folder)),
         Section("failures", "Failures", [Text(f.error, plain=True, heading=f.cell) for f in result.failures]),
         Section("reproduce", "How to have it again", _reproduce(folder)),
@@ -129,6 +134,48 @@ def _value(value: Any) -> Cell:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return Cell(f"{value:g}", float(value))
     return words(value if isinstance(value, str) else shown(value))
+
+
+def _budgets(folder: SweepFolder) -> list[Table]:
+    """Under metric privacy, what the clients have spent: median and maximum, as in Table 2 of Galli et al. (2023)."""
+    sweep, table = folder.sweep, folder.result.table
+    if not {"budget_median", "budget_maximum"} <= set(table.columns):
+        return []
+    found = table.dropna(subset=["budget_median"])
+    settings = {
+        key if isinstance(key, tuple) else (key,): part
+        for key, part in found.groupby(["variant", *sweep.keys], sort=False)
+    }
+    if set(sweep.keys) == {NOISE, HYPOTHESES} and table["variant"].nunique() == 1:
+        noises, counts = (sorted(table[key].unique()) for key in (NOISE, HYPOTHESES))
+        (variant,) = table["variant"].unique()
+        columns = ["noise multiplier", *(f"{k} {'hypothesis' if k == 1 else 'hypotheses'}" for k in counts)]
+        places = [[{NOISE: noise, HYPOTHESES: count} for count in counts] for noise in noises]
+        rows = [
+            [
+                _value(float(row[0][NOISE])),
+                *(_spent(settings.get((variant, *(at[k] for k in sweep.keys)))) for at in row),
+            ]
+            for row in places
+        ]
+    else:
+        columns = ["variant", *(sweep.short[key] for key in sweep.keys), "median, maximum"]
+        rows = [[words(name), *map(_value, point), _spent(part)] for (name, *point), part in settings.items()]
+    seeds = [len(part) for part in settings.values()] or [0]
+    caption = (
+        "What the clients have spent, median and maximum over all of them, mean over seeds "
+        f"(n = {ranged(min(seeds), max(seeds))}). Counted as Galli et al. (2023) do, at the distance of the radius; "
+        "what each run guarantees is in the table of the runs. A dash: no noise, and no bound."
+    )
+    return [Table("budgets", caption, columns, rows)]
+
+
+def _spent(part: pd.DataFrame | None) -> Cell:
+    """Median and maximum of the runs of a setting, in one cell."""
+    if part is None:
+        return Cell("", math.nan)
+    median, most = float(part["budget_median"].mean()), float(part["budget_maximum"].mean())
+    return Cell(", ".join("–" if math.isinf(most) else f"{value:,.4g}" for value in (median, most)), median)
 
 
 def _tables(folder: SweepFolder) -> list[Table]:
