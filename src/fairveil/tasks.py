@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -58,9 +58,8 @@ def descent(members: Sequence[Member], starts: Tensor) -> Tensor:
     """
     model, together = members[0].model, _together(members[0].model)
     weights = starts.clone()
-    left = {k: _batches(member) for k, member in enumerate(members)}
-    while left := {k: batches for k, batches in left.items() if batches}:
-        rows = {k: batches.pop(0) for k, batches in left.items()}
+    left = [_batches(member) for member in members]
+    while rows := {k: batch for k, batches in enumerate(left) if (batch := next(batches, None)) is not None}:
         records = [members[k].data.train for k in rows]
         if together:
             sums = clipped_sums(model, weights[list(rows)], records, list(rows.values()), math.inf).total
@@ -74,11 +73,12 @@ def descent(members: Sequence[Member], starts: Tensor) -> Tensor:
     return weights
 
 
-def _batches(member: Member) -> list[Tensor]:
+def _batches(member: Member) -> Iterator[Tensor]:
     """The rows of a client's records in every step of its training."""
     shuffle, inputs = member.stream("batches").numpy, member.inputs
-    orders = (shuffle.permutation(len(member.data.train.y)) for _ in range(cast(int, inputs["local_epochs"])))
-    return [rows for order in orders for rows in torch.from_numpy(order).split(cast(int, inputs["batch_size"]))]
+    for _ in range(cast(int, inputs["local_epochs"])):
+        order = torch.from_numpy(shuffle.permutation(len(member.data.train.y)))
+        yield from order.split(cast(int, inputs["batch_size"]))
 
 
 def _together(model: Model) -> bool:

@@ -28,7 +28,7 @@ POLICY: dict[str, Any] = {
         "local_update", "choose_model", "release_moments", "evaluate", "bounded_update", "share_moments",
         "personal_update",
     ],
-    "smallest_noise": 0.05, "largest_clip": 10.0,
+    "smallest_noise": 0.05, "largest_clip": 10.0, "open_choice": True,
 }  # fmt: skip
 
 

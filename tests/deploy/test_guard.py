@@ -836,11 +836,11 @@ def test_models_to_choose_among_are_finite(plain: Server, bad: float) -> None:
     assert plain.spent == []
 
 
-@pytest.mark.xfail(strict=True, reason="a spread that is not known is priced as if all clients chose alike")
 def test_a_choice_that_nothing_bounds_is_not_within_any_budget(plain: Server) -> None:
     """Of two models far apart a client tells which it prefers: one bit about its records, at no price."""
+    plain.allow(open_choice=False)
     answer = plain.propose((replace(ONE, spread=math.inf), 1), unit="metric", delta=0.0)
-    is_refused(answer, plain, "")
+    is_refused(answer, plain, "models any distance apart")
 
 
 @pytest.mark.parametrize(
@@ -876,10 +876,11 @@ def test_gaussian_noise_on_a_model_needs_a_delta(plain: Server) -> None:
     assert accepted.values == {"epsilon": price({mechanism.event: 1}, 1e-3).epsilon, "delta": 1e-3}
 
 
-def test_the_choice_is_no_default(plain: Server) -> None:
-    """Whoever has not allowed it chooses among no models."""
-    assert "personal_update" not in Policy(epsilon=1.0, delta=1e-3).tasks
-    plain.allow(tasks=Policy(epsilon=1.0, delta=1e-3).tasks)
+def test_a_choice_that_shows_must_be_allowed(plain: Server) -> None:
+    """By default a client sends one model, or one of some that are close together."""
+    policy = Policy(epsilon=1.0, delta=1e-3)
+    assert "personal_update" in policy.tasks and not policy.open_choice
+    plain.allow(tasks=["local_update"])
     plain.propose((ONE, 1), unit="metric", delta=0.0)
     is_refused(chosen_from(plain, torch.zeros(1, PARAMETERS)), plain, "not on the policy's list")
 

@@ -352,7 +352,7 @@ def test_local_models_of_one_hypothesis_are_at_most_2r_apart(ball: type[LaplaceB
     models = torch.from_numpy(10 * random.standard_normal((3, 4)))
     local = torch.from_numpy(random.standard_normal((60, 4)) * np.geomspace(1e-6, 1e30, 60)[:, None])
     local[7, 2], local[8, 1] = math.nan, -math.inf
-    mechanism = ball(4, 0.0, 0.25)
+    mechanism = ball(4, 0.0, 0.25, math.inf)
     for j in range(3):
         out = sent(mechanism, models[j] + local, models, chosen=j)
         assert torch.linalg.vector_norm(out - models[j], dim=1).max() <= 0.25 * (1 + 1e-9)
@@ -478,7 +478,7 @@ def test_a_client_that_does_not_move_sends_its_hypothesis() -> None:
     still = torch.stack([models[1], models[1] + torch.tensor([math.nan, 0.0, 0.0]), models[1] + math.inf])
     assert torch.equal(sent(LaplaceStep(3, 2.0), still, models, chosen=1), models[1].repeat(3, 1))
     for ball in BALLS:
-        out = sent(ball(3, 2.0, 0.5), still, models, chosen=1)
+        out = sent(ball(3, 2.0, 0.5, math.inf), still, models, chosen=1)
         assert out.isfinite().all() and (out != models[1]).all()
 
 
@@ -551,7 +551,7 @@ def test_canonical_forms_come_back_and_tell_any_two_apart() -> None:
         replace(base, dimension=4),
         replace(base, noise_multiplier=1 + 2**-52),
         replace(base, radius=0.5 + 2**-53),
-        replace(base, spread=0.0),
+        replace(base, spread=math.inf),
         replace(base, spread=2.0),
         GaussianBall(3, 1.0, 0.5),
         LaplaceStep(3, 1.0),
@@ -630,7 +630,9 @@ def test_what_it_says_of_itself() -> None:
 # ---- streams, blocks, the grid ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mechanism", [LaplaceBall(5, 1.0, 0.5), GaussianBall(5, 1.0, 0.5), LaplaceStep(5, 1.0)])
+@pytest.mark.parametrize(
+    "mechanism", [LaplaceBall(5, 1.0, 0.5, 9.0), GaussianBall(5, 1.0, 0.5, 9.0), LaplaceStep(5, 1.0)]
+)
 def test_the_same_bits_for_any_block_of_clients(mechanism: Sanitiser) -> None:
     models = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 5)).astype(np.float32))
     local = torch.from_numpy(np.random.default_rng(1).standard_normal((7, 5)).astype(np.float32))
@@ -661,7 +663,7 @@ def test_noise_is_independent_between_clients_requests_and_inputs() -> None:
 def test_what_is_sent_lies_on_a_grid_that_everybody_knows(nu: float, radius: float) -> None:
     """Multiples of a power of two near 1/4096 of the standard deviation, whatever the model (Mironov, 2012)."""
     models = torch.tensor([[0.1, -0.7], [0.3, 1.1]], dtype=torch.float64)
-    for mechanism in (LaplaceBall(2, nu, radius), GaussianBall(2, nu, radius)):
+    for mechanism in (LaplaceBall(2, nu, radius, math.inf), GaussianBall(2, nu, radius, math.inf)):
         std = nu * radius * (math.sqrt(3) / 2 if isinstance(mechanism, LaplaceBall) else 1.0)
         step = 2.0 ** (math.floor(math.log2(std)) - 12)
         for j in range(2):

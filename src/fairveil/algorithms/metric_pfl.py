@@ -133,10 +133,14 @@ class MetricPFL(Algorithm[State]):
     def metric_terms(self, terms: Terms) -> MetricTerms:
         law: Literal["laplace", "gaussian", "step"] = "step" if self.faithful else self.noise
         n, r = terms.facts.parameters, terms.facts.clip_norm
-        return MetricTerms(law, self.hypotheses, n, r, self.spread, terms.noise_multiplier, self._most)
+        spread = self.spread if self.hypotheses > 1 else None
+        return MetricTerms(law, self.hypotheses, n, r, spread, terms.noise_multiplier, self._most)
 
     def start(self, session: Session) -> State:
-        models = self._together(torch.stack([session.initial_model(f"hypothesis {j}") for j in range(self.hypotheses)]))
+        models = torch.stack([session.initial_model(f"hypothesis {j}") for j in range(self.hypotheses)])
+        if self.hypotheses > 1 and not diameter(models):  # a model that always starts alike: nothing to choose among
+            models = models + session.stream("hypotheses").normal(models.shape).to(models.dtype)
+        models = self._together(models)
         clients = len(session.facts.size)
         nobody = np.zeros(0, int)
         return State(models, np.zeros(clients, int), np.full(clients, -1), nobody, plane_of(models))
@@ -153,7 +157,7 @@ class MetricPFL(Algorithm[State]):
             },
         )  # fmt: skip
         sent = torch.stack([cast(Tensor, reply["model"]) for reply in replies])
-        here = ~sent.isnan().any(dim=1)  # those that did not answer sent nothing
+        here = sent.isfinite().all(dim=1)  # without those that did not answer
         asked, sent = asked[here.numpy()], sent[here]
         label, models = kmeans_from(sent, state.models)  # the mean of each cluster; one without members stays
         models = self._together(models)
@@ -168,9 +172,10 @@ class MetricPFL(Algorithm[State]):
         apart = diameter(models)
         if self.spread is None or apart <= self.spread:
             return models
-        middle = models.double().mean(dim=0)
-        nearer = self.spread / apart * (1 - 1e-6)  # a little less, for the rounding to float32
-        return (middle + nearer * (models.double() - middle)).to(models.dtype)
+        middle, nearer = models.double().mean(dim=0), self.spread / apart
+        while diameter(found := (middle + nearer * (models.double() - middle)).to(models.dtype)) > self.spread:
+            nearer *= 0.999  # rounding to float32 has moved them apart again
+        return found
 
     def _sampled(self, session: Session, state: State) -> np.ndarray:
         """U clients of those that may still take part, or all of these."""

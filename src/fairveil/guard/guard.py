@@ -205,7 +205,10 @@ class Guard:
             return self._accepted(name)
         releases = checked(proposal, self.policy)
         self._bench(name, proposal)  # it can be built
-        found = price(events_of(releases), proposal.delta, adjacency=self.policy.adjacency)
+        try:
+            found = price(events_of(releases), proposal.delta, adjacency=self.policy.adjacency)
+        except UserError as error:  # Gaussian noise without a delta, say
+            raise Refused(str(error).partition("\n")[0]) from error
         self._within_budget(found.epsilon, proposal.delta)
         with self.database:
             cursor = self.database.execute(

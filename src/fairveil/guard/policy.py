@@ -19,8 +19,7 @@ from fairveil.privacy.mechanisms import CohortSums, Mechanism, from_canonical
 from fairveil.privacy.metric import Sanitiser
 from fairveil.remote import Malformed
 
-# that need trust in nobody; not `personal_update`: which model a client chooses in it is not hidden
-TASKS = ["local_update", "choose_model", "release_moments"]
+TASKS = ["local_update", "choose_model", "personal_update", "release_moments"]  # that need trust in nobody
 BOUNDS = ("clip_norm", "bound", "radius")  # fields of mechanisms
 LEAST_BOUND = 1e-9  # far above the least numbers of float32, which are rounded by up to their own size
 
@@ -35,6 +34,7 @@ class Policy(Section):
     tasks: list[str] = TASKS
     smallest_noise: float = Field(0.2, gt=0)  # multiplier
     largest_clip: float = Field(10.0, gt=0)
+    open_choice: bool = False  # whether the choice among models that may be any distance apart may show, at no price
     largest_message: int = Field(100_000_000, gt=0)  # bytes
     sizes: Literal["rounded", "public"] = "rounded"
     plugins: list[str] = Field([])  # modules with tasks, or package.module:Class of models, that a server may name
@@ -134,6 +134,8 @@ def checked(proposal: Proposal, policy: Policy) -> dict[Mechanism, int]:
                 raise Refused(f"a noise multiplier of {value:g}: the policy asks for {policy.smallest_noise:g}")
             if name == "expected_batch" and not value >= 1:  # steps would be as long as a server likes
                 raise Refused(f"an expected batch of {value:g} records")
+            if name == "spread" and math.isinf(value) and not policy.open_choice:
+                raise Refused("models any distance apart: which of them a client takes would show, at no price")
             if name in BOUNDS and not LEAST_BOUND <= value <= policy.largest_clip:
                 raise Refused(f"a {name} of {value:g}: the policy allows {policy.largest_clip:g}")
         releases[mechanism] = count

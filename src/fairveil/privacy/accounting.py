@@ -115,12 +115,12 @@ def calibrate(
         delta: in (0, 1).
         adjacency: as in `price`; so is the accountant.
     """
-    if _metric(events_at(1.0)):
-
-        def metric_cost(z: float) -> float:
-            return price(events_at(z), delta).epsilon
-
-        return _solve(lambda x: math.log(metric_cost(math.exp(x))), metric_cost, float(epsilon))
+    if _metric(events_at(1.0)):  # whose epsilon falls as 1/z
+        _check(epsilon, delta or 0.5, adjacency, accountant)
+        z = price(events_at(1.0), delta).epsilon / epsilon
+        while price(events_at(z), delta).epsilon > epsilon:  # by rounding
+            z *= 1 + 2.0**-50
+        return z
     _check(epsilon, delta, adjacency, accountant)
 
     def compose(z: float) -> _Composition:

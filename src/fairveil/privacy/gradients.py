@@ -195,7 +195,8 @@ def _by_book(
         not_finite = (~finite if present is None else ~finite & present).sum(axis=1)
     if present is not None:
         used = finite & present
-    factor = np.where(used, np.minimum(clip_norm * ROUNDING / norm, 1.0), 0.0)
+    bounded = np.where(finite, norm, 1.0)  # infinity over infinity would be no number
+    factor = np.where(used, np.minimum(clip_norm * ROUNDING / bounded, 1.0), 0.0)
     made = torch.empty_like if len(gradients) == len(model.names) else torch.zeros_like
     total = made(weights, dtype=dtype)
     _summed(model, gradients, torch.from_numpy(factor).to(weights.device, dtype), total)

@@ -17,6 +17,11 @@ the client with all its records, under replacement, with trust in nobody. With s
 different hypotheses j and j' are only epsilon * (|theta_j - theta_j'| + 2r) apart: **the choice is not protected**,
 unless the hypotheses are known to lie within a `spread` of each other. Every client sees them all, and sends nothing
 if they do not; then the bound is epsilon * (spread + 2r), whatever the records are.
+
+Without a spread what remains is: for records D, D' and every set S of histories in all of which both choose alike,
+P[S | D] <= e^epsilon P[S | D'] + delta, with the epsilon (and, for Gaussian noise, the delta) of steps 2r apart. For
+let a client use D' as long as the choices agree and D from then on. Against D that is an adaptive composition of
+mechanisms whose inputs are never more than 2r apart; and on S it is D'.
 """
 
 from __future__ import annotations
@@ -97,11 +102,12 @@ class Sanitiser(ABC):
 class Ball(Sanitiser):
     """Noise for a public ball: a step is clipped to the radius, and the noise is the same for every step.
 
-    A step that is not finite counts as none; a step of length 0 gets the same noise as any other.
+    A step that is not finite counts as none; a step of length 0 gets the same noise as any other. Clipping moves no two
+    local models of one hypothesis further apart; of different ones it may.
     """
 
     radius: float  # r, public
-    spread: float = math.inf  # the most that two hypotheses lie apart; infinite: it is not known
+    spread: float = 0.0  # the most that two hypotheses lie apart; infinite: it is not known
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,7 +143,7 @@ class LaplaceBall(Ball):
 
     The noise does not depend on the client, so that the ratio of the densities of x + rho and x' + rho is at most
     exp(epsilon |x - x'|) by the triangle inequality: epsilon-d-private. |rho| has the law Gamma(n, 1/epsilon), its mean
-    is nu * r. Clipping a step to the ball moves no two points further apart.
+    is nu * r.
     """
 
     @property
@@ -259,7 +265,7 @@ def sanitised(
         if noise is not None and std:
             model = on_grid(model + std * noise[row], std)
         kept = float(torch.linalg.vector_norm(bounded[row]))
-        diagnostics = {"step": float(length[row]), "clipped": float(kept < float(length[row]) * (1 - 1e-9))}
+        diagnostics = {"step": float(length[row]), "clipped": float(kept < float(length[row]) * (1 - 1e-6))}
         if not math.isfinite(diagnostics["step"]):
             diagnostics = {"step": 0.0, "clipped": 0.0, "not_finite": 1.0}
         released = {"model": model.to(client.inputs["models"].dtype)}
@@ -307,5 +313,5 @@ def diameter(models: Tensor) -> float:
 def _clipped(steps: Tensor, radius: float) -> Tensor:
     """Each row no longer than the radius; a row that is not finite becomes 0."""
     length = torch.linalg.vector_norm(steps, dim=1, keepdim=True)
-    scale = (radius * (1 - 1e-12) / length).clamp(max=1.0)  # a hair shorter, so that rounding leaves none too long
+    scale = (radius * (1 - 1e-9) / length).clamp(max=1.0)  # a hair shorter, so that rounding leaves none too long
     return torch.where(length.isfinite(), steps * torch.where(length > 0, scale, 1.0), 0.0)

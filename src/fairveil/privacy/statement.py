@@ -112,11 +112,11 @@ class MetricTerms:
             )
         whom = "any two sets of records that it may hold"
         if not self.chosen_freely:
-            whom += " and that choose the same hypothesis in every round"
+            whom += ", in every outcome in which both would have chosen the same hypotheses"
         farthest = 2 * self.radius + (self.spread or 0.0)
         found = (
             f"what a client sends is ({rounded_up(epsilon)}, {delta!r})-indistinguishable for {whom}: their local "
-            f"models are at most {farthest:g} apart each time"
+            f"models, as clipped, are at most {farthest:g} apart each time"
         )
         if self.law == "laplace":
             found += (
@@ -137,7 +137,7 @@ class MetricTerms:
         promised = (
             "a client adds noise to its model before sending it. The more alike two models are, the less can be told "
             f"from what was sent which of them the client had; and {among}, the odds of any guess about them grow at "
-            "most e^epsilon times"
+            f"most e^epsilon times{', but for a chance of delta' if self.law == 'gaussian' else ''}"
         )
         if epsilon > VACUOUS:
             promised += (
@@ -154,7 +154,7 @@ NOTHING_FOR_ONE = "anything for single records or patients: no number here says 
 CHOICE = (
     "Which of the offered models a client takes, and so to which kind of clients it belongs, is not protected: models "
     "may be far apart, and what it sends shows from which it came. A record that tips the choice can be told from one "
-    "that does not"
+    "that does not, and a server that picks the models on purpose can ask about one in every round"
 )
 
 
