@@ -45,6 +45,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def metric_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run under metric privacy."""
+    path = EXAMPLES.parent / "metric-privacy/synthetic.toml"
+    changes = ["algorithm.rounds=3", "algorithm.clients_per_round=20", "engine.workers=1"]
+    return start_run(
+        load_config(path, [*changes, "data.options.clients=[30, 30]"]), runs=tmp_path_factory.mktemp("m")
+    ).folder
+
+
+@pytest.fixture(scope="module")
 def report(run: Path) -> Path:
     """Its page."""
     return write_report(run)
@@ -163,6 +173,17 @@ def seen(element: Locator) -> np.ndarray:
 def coloured(pixels: np.ndarray) -> np.ndarray:
     """Where there is a colour that is no grey."""
     return np.asarray(np.ptp(pixels, axis=2) > 40)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_run_under_metric_privacy_is_drawn(metric_run: Path, opened: Callable[..., Any], width: int) -> None:
+    with opened(write_report(metric_run), width) as found:
+        test_every_figure_is_drawn((found, metric_run))
+        test_nothing_is_wider_than_the_window((found, metric_run))
+        test_tables_fit_their_place_on_a_desk((found, metric_run))
+        for key in ("metric-budget", "metric-budgets", "steps-by-round", "records", "clusters"):
+            assert found.page.locator(f'figure[data-chart="{key}"] svg').count() == 1
+        assert found.said == [] and len(found.asked) == 1
 
 
 def test_nothing_is_wider_than_the_window(shown: tuple[Any, Path]) -> None:

@@ -19,7 +19,9 @@ from scipy import stats
 from fairveil.comparison import compare
 from fairveil.report import build_page
 from fairveil.report.chart import Chart
-from fairveil.report.comparisons import frontier, over_budgets, paired_differences
+from fairveil.report.comparisons import between_groups, frontier, over_budgets, paired_differences
+from fairveil.report.page import Table
+from fairveil.report.sweep_page import sweep_page
 from fairveil.sweep import Cell, Sweep, SweepFolder, make_sweep, read_sweep, run_sweep
 
 Score = Callable[[Cell], tuple[float, float] | None]  # mean and worst group of a run; None: not finished
@@ -42,8 +44,9 @@ def swept(small: dict[str, Any], tmp_path: Path) -> Callable[..., SweepFolder]:
     count = itertools.count()
 
     def write(
-        score: Score, *, failed: Callable[[Cell], bool] = lambda cell: False, metric: str = "accuracy", **sweep: Any
-    ) -> SweepFolder:
+        score: Score, *, failed: Callable[[Cell], bool] = lambda cell: False, metric: str = "accuracy",
+        more: Callable[[Cell], dict[str, Any]] = lambda cell: {}, **sweep: Any,
+    ) -> SweepFolder:  # fmt: skip
         made = make_sweep({"name": "trial", "base": small, "seeds": [0, 1, 2], **sweep})
         folder = tmp_path / str(next(count))
         (folder / "cells").mkdir(parents=True)
@@ -55,7 +58,7 @@ def swept(small: dict[str, Any], tmp_path: Path) -> Callable[..., SweepFolder]:
             if failed(cell):
                 (at / "failure.txt").write_text("it broke\nat length")
             elif found is not None:
-                (at / "result.json").write_text(json.dumps(result(cell, *found, metric)))
+                (at / "result.json").write_text(json.dumps(result(cell, *found, metric) | more(cell)))
         return read_sweep(folder)
 
     return write
@@ -134,6 +137,102 @@ def test_of_one_seed_no_interval_is_drawn_or_claimed(swept: Callable[..., SweepF
             ends = [path.vertices for bar in bars for path in bar.get_paths()]
             assert all(np.isnan(end).any() for end in ends if len(end))
             assert all(np.isnan(np.array(cap.get_xydata(), float)).any(axis=1).all() for cap in caps)
+
+
+# ---- metric privacy: against the noise -------------------------------------------------------------
+
+NOISES, HYPOTHESES = [0.0, 0.1, 1.0, 5.0], [1, 3]
+METRIC = {
+    "base": {
+        "data": {"dataset": "linear-clusters", "options": {"clients": [4, 4]}},
+        "model": {"name": "linear"},
+        "algorithm": {"name": "metric-pfl", "rounds": 2},
+        "privacy": {"noise_multiplier": 1.0, "clip_norm": 0.5},
+    },
+    "grid": {"algorithm.hypotheses": HYPOTHESES, "privacy.noise_multiplier": NOISES},
+    "metric": "rmse",
+}
+PARITY = "clients: demographic parity"
+
+
+def noisy(cell: Cell) -> tuple[float, int]:
+    return cell.point["privacy.noise_multiplier"], cell.point["algorithm.hypotheses"]
+
+
+def differences_and_budgets(cell: Cell) -> dict[str, Any]:
+    """Parity nu/10 + k/100 + seed/1000; budgets k/nu and 10 k/nu, and one more for the next seed."""
+    nu, k = noisy(cell)
+    parity = {"value": nu / 10 + k / 100 + cell.seed / 1000, "low": 0.0, "high": 1.0, "n": 9, "unit": "clients"}
+    spent = {"median": k / nu + cell.seed, "maximum": 10 * k / nu + cell.seed} if nu else {}
+    return {
+        "fairness": {"clients": {"accuracy": parity, "demographic parity": parity}},
+        "budget": spent or dict.fromkeys(("median", "maximum"), "infinity"),
+    }
+
+
+def test_differences_between_groups_against_the_noise(swept: Callable[..., SweepFolder]) -> None:
+    """A line for each number of hypotheses, whichever key comes first in the grid; a noise of 0 has its place."""
+    folder = swept(lambda cell: (noisy(cell)[0] + noisy(cell)[1], 9.0), more=differences_and_budgets, **METRIC)
+    assert between_groups(folder.result) == [PARITY]
+    half = stats.t.ppf(0.975, 2) * 0.001 / math.sqrt(3)
+    chart, error = (over_budgets(folder.sweep, folder.result, measure) for measure in (PARITY, "mean"))
+    assert chart is not None and error is not None
+    assert chart.title == "Demographic parity difference against noise multiplier"
+    assert len(chart.data) == 8
+    for row in chart.data.to_dict("records"):
+        mean = row["privacy.noise_multiplier"] / 10 + row["algorithm.hypotheses"] / 100 + 0.001
+        assert (row["mean"], row["low"], row["high"]) == pytest.approx((mean, mean - half, mean + half))
+    for one, at in ((chart, lambda nu, k: nu / 10 + k / 100 + 0.001), (error, lambda nu, k: nu + k)):
+        (axes,) = one.figure.axes
+        drawn = [part.lines[0].get_xydata() for part in axes.containers]  # type: ignore[attr-defined]
+        assert len(drawn) == 2
+        for k, points in zip(HYPOTHESES, drawn, strict=True):
+            assert points == pytest.approx(np.array([(nu, at(nu, k)) for nu in NOISES]))
+        names = [text.get_text() for text in one.figure.legends[0].get_texts()]
+        assert names == ["hypotheses 1", "hypotheses 3"] and axes.get_xlabel() == "noise multiplier"
+        across = [place for place, *_ in one.places()][:4]
+        assert min(np.diff(across)) > 0.1  # 0 and 0.1 are not on top of each other
+        assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "0.1", "1", "5"]
+    assert chart.figure.axes[0].get_ylim()[0] >= -0.02 and error.figure.axes[0].get_ylim()[0] >= 0
+
+
+def budgets_of(folder: SweepFolder) -> list[Table]:
+    (section,) = [section for section in sweep_page(folder).sections if section.key == "comparison"]
+    return [block for block in section.blocks if isinstance(block, Table) and block.key == "budgets"]
+
+
+def test_budgets_as_a_table_of_noise_and_hypotheses(swept: Callable[..., SweepFolder]) -> None:
+    """Mean over three seeds: k/nu + 1 and 10 k/nu + 1. The runs with three hypotheses at 5.0 have failed."""
+    folder = swept(
+        lambda cell: (1.0, 1.0), more=differences_and_budgets, failed=lambda cell: noisy(cell) == (5.0, 3), **METRIC
+    )
+    (table,) = budgets_of(folder)
+    assert table.columns == ["noise multiplier", "1 hypothesis", "3 hypotheses"] and "(n = 3)" in table.caption
+    assert [[cell.text for cell in row] for row in table.rows] == [
+        ["0", "–, –", "–, –"],
+        ["0.1", "11, 101", "31, 301"],
+        ["1", "2, 11", "4, 31"],
+        ["5", "1.2, 3", ""],
+    ]
+    html = build_page(folder.result.folder).html()
+    assert "Demographic parity difference against noise multiplier" in html and "–, –" in html
+
+
+def test_budgets_of_other_grids_have_a_line_for_each_setting(swept: Callable[..., SweepFolder]) -> None:
+    def more(cell: Cell) -> dict[str, Any]:
+        return {"budget": {"median": 2.0, "maximum": 8.5}} if cell.variant == "plain" else {}
+
+    variants = [{"name": "plain"}, {"name": "gauss", "set": {"algorithm.noise": "gaussian", "privacy.delta": 1e-4}}]
+    grid = {"algorithm.rounds": [2, 3]}
+    folder = swept(lambda cell: (1.0, 1.0), more=more, variants=variants, **(METRIC | {"grid": grid}))
+    (table,) = budgets_of(folder)
+    assert table.columns == ["variant", "rounds", "median, maximum"]
+    assert [[cell.text for cell in row] for row in table.rows] == [["plain", r, "2, 8.5"] for r in ("2", "3")]
+
+
+def test_other_sweeps_have_no_table_of_budgets(swept: Callable[..., SweepFolder]) -> None:
+    folder = swept(by_setting(FOUR), grid=EPSILONS, variants=VARIANTS)
+    assert budgets_of(folder) == [] and between_groups(folder.result) == []
 
 
 # ---- mean and worst group --------------------------------------------------------------------------
