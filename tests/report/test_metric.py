@@ -285,7 +285,10 @@ def test_who_was_never_seen_is_not_counted(handmade: Callable[..., Run]) -> None
     told, picture, table = recovery(run), cluster_plane(run), cluster_confusion(run)
     assert told is not None and (told["seen"], told["groups"]) == (6, 3)
     assert (told["exact"], told["minority_alone"]) == (False, told["minority"] == "b")
-    assert picture is not None and "of 5 clients" in picture.caption
+    assert picture is not None and "of 5 clients" in picture.caption and "nobody is" not in picture.caption
+    without = handmade(groups, clusters=found | {"plane": [*plane[:6], None, None]})
+    fewer = cluster_plane(without)
+    assert fewer is not None and "of 4 clients" in fewer.caption and "Of 1 group nobody is among them." in fewer.caption
     assert picture.data.loc[picture.data["what"] == "client", "first"].tolist() == shown
     assert table is not None and table.data.columns.tolist() == ["group", "0", "1"]
     assert table.data.set_index("group").to_numpy().tolist() == [[2, 0], [0, 2], [2, 0]]

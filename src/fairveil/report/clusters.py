@@ -61,7 +61,7 @@ def cluster_plane(run: Run) -> Chart | None:
     clients, plane, label = run.clients[shown], plane[shown], label[shown]
     group = clients["group"].to_numpy()
     centres = np.array(run.clusters.get("centres") or [], dtype=float).reshape(-1, 2)
-    seen = _Seen.of(run, len(clients))
+    seen = _Seen.of(run, len(clients), len(set(names) - set(group)))
     pooled = _within(plane, label)
     with styled():
         figure, axes = new_axes(4.1)
@@ -123,7 +123,7 @@ class _Seen(NamedTuple):
     scaled: bool = False  # whether numbers on the axes mean something
 
     @classmethod
-    def of(cls, run: Run, shown: int) -> _Seen:
+    def of(cls, run: Run, shown: int, missing: int) -> _Seen:
         if not run.clusters or run.clusters.get("centres") is None:
             return cls(
                 "The noisy updates of round 1",
@@ -143,6 +143,8 @@ class _Seen(NamedTuple):
             "the clusters that it found; stars: the hypotheses that it made of them. Ellipses: two standard deviations "
             "of a cluster."
         )
+        if missing:
+            caption += f" Of {missing} {'group' if missing == 1 else 'groups'} nobody is among them."
         axes = ("first parameter", "second parameter") if two else ("first principal direction", "second")
         return cls(f"The {noisy} of round {number}", caption, *axes, scaled=two)
 
