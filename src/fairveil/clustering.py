@@ -148,7 +148,8 @@ def kmeans_from(points: Tensor, centres: Tensor) -> tuple[np.ndarray, Tensor]:
 
 def plane_of(points: Tensor) -> np.ndarray:
     """Points (n, p) for a picture (n, 2): as they are if p is 2, else on their two principal directions."""
-    return points.double().numpy() if points.shape[1] == 2 else _principal(_centred(gram(points)), 2)
+    with threadpool_limits(1):
+        return points.double().numpy() if points.shape[1] == 2 else _principal(_centred(gram(points)), 2)
 
 
 def match_labels(label: np.ndarray, previous: np.ndarray, count: int) -> np.ndarray:

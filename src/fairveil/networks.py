@@ -84,22 +84,25 @@ def cnn(features: Features, classes: int) -> nn.Module:
     )
 
 
-def cnn_dp(features: Features, classes: int, zero_output: bool = True) -> nn.Module:
+def cnn_dp(features: Features, classes: int, zero_output: bool = True, squared: bool = False) -> nn.Module:
     """A small convolutional network for private training: 14,394 parameters for 28x28 and 10 classes.
 
     After Tramèr and Boneh, "Differentially Private Learning Needs Better Features (or Much More Data)" (2021), without
     their hidden layer. Noise grows with the number of parameters, so it has half as many as `cnn`. tanh keeps
     activations, and so gradients, bounded (Papernot et al., "Tempered Sigmoid Activations for Deep Learning with
     Differential Privacy", 2021). The output layer starts at zero (zero_output): every class is equally likely at first,
-    and the first steps are not spent on unlearning a random opinion.
+    and the first steps are not spent on unlearning a random opinion. With `squared` the loss is the squared error of
+    the probabilities, instead of the cross-entropy.
     """
+    if squared:
+        _refuse_regression("cnn-dp", classes)
     channels, height, width = _image("cnn-dp", features, 16)
     height, width = (((side - 4) // 2 - 4) // 2 for side in (height, width))
     output = nn.Linear(32 * height * width, classes or 1)
     if zero_output:
         nn.init.zeros_(output.weight)
         nn.init.zeros_(output.bias)
-    return nn.Sequential(
+    network = nn.Sequential(
         nn.Conv2d(channels, 16, 8, stride=2, padding=2),
         nn.Tanh(),
         nn.MaxPool2d(2, 1),
@@ -109,6 +112,26 @@ def cnn_dp(features: Features, classes: int, zero_output: bool = True) -> nn.Mod
         nn.Flatten(),
         output,
     )
+    return SquaredError(network) if squared else network
+
+
+class SquaredError(nn.Module):
+    """A classifier that is judged by the squared error of its probabilities.
+
+    Brier, "Verification of Forecasts Expressed in Terms of Probability" (1950).
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.network(x)
+        return scores
+
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        own = F.one_hot(y, output.shape[1])
+        return (output.softmax(dim=1) - own).square().sum(dim=1)
 
 
 def alexnet_small(features: Features, classes: int) -> nn.Module:

@@ -164,8 +164,9 @@ class MetricPFL(Algorithm[State]):
         participations, cluster = state.participations.copy(), state.cluster.copy()
         participations[asked] += 1
         cluster[asked] = label
-        plane = plane_of(torch.cat([sent[:SHOWN], models]))
-        return State(models, participations, cluster, asked[:SHOWN], plane)
+        shown = np.unique(np.linspace(0, len(asked) - 1, min(SHOWN, len(asked))).round().astype(int))
+        plane = plane_of(torch.cat([sent[shown], models]))
+        return State(models, participations, cluster, asked[shown], plane)
 
     def _together(self, models: Tensor) -> Tensor:
         """Hypotheses within the spread of each other: drawn towards their middle, if need be."""
