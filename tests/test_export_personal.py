@@ -229,3 +229,38 @@ def test_help_imports_nothing_heavy() -> None:
     code += "SystemExit: print(sorted({'torch', 'onnx', 'mlflow', 'tensorboard', 'jinja2'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "export" in done.stdout and done.stdout.splitlines()[-1] == "[]"
+
+
+# ---- models among which clients choose -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two models and as many clients of each of two kinds: every client takes the one that suits it."""
+    values = {
+        "data": {"dataset": "linear-clusters", "options": {"clients": [2, 2]}},
+        "model": {"name": "linear", "intercept": False},
+        "algorithm": {"name": "metric-pfl", "rounds": 30, "local_epochs": 5, "batch_size": 10, "hypotheses": 2},
+        "privacy": {"noise_multiplier": 0.1, "clip_norm": 1.0},
+        "engine": {"workers": 1},
+    }
+    return load_run(start_run(make_config(values), runs=tmp_path_factory.mktemp("chosen")).folder)
+
+
+def test_which_model_a_client_chose_is_exported_nowhere(chosen: Run) -> None:
+    """A simulation knows it, but it was not released: in the files and in the card every model serves everybody."""
+    assert set(chosen.assignment().iloc[-1]) == {0, 1}
+    exported = fairveil.export_run(chosen)
+    files = [path for path in exported.files if path.suffix == ".safetensors"]
+    assert [path.name for path in files] == ["model-0.safetensors", "model-1.safetensors"]
+    for path in files:
+        with safe_open(path, "pt") as file:
+            assert json.loads(file.metadata()["clients"]) == ["0", "1", "2", "3"]
+    card = (exported.folder / "MODEL_CARD.md").read_text()
+    assert card.count("4 clients: whom it suits best; each chooses by itself") == len(exported.files) - 1
+    assert "metric privacy" in card and "adding or removing" not in card and "epsilons are added up" in card
+
+
+def test_the_choice_of_one_client_is_its_own(chosen: Run) -> None:
+    with pytest.raises(UserError, match="which of the models serves 2 is its own secret"):
+        fairveil.export_run(chosen, client="2")

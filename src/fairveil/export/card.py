@@ -68,7 +68,9 @@ def _file(run: Run, models: Sequence[ServedModel], file: str, mark: str) -> dict
     (model,) = (model for model in models if model.name == file.rpartition(".")[0])
     clients = run.clients.iloc[list(model.clients)]
     names = clients["name"].tolist()
+    several = sum(other.clients == model.clients for other in models) > 1  # then each of them takes the one it likes
     listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
+    listed = "whom it suits best; each chooses by itself" if several else listed
     return {
         "name": file, "sha256": mark, "clients": len(names), "names": listed,
         "groups": ", ".join(sorted(set(clients["group"]))),

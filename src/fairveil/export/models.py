@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,11 +118,16 @@ def served_models(run: Run, client: int | None) -> tuple[list[ServedModel], dict
 
 def _released(run: Run, path: Path, client: int | None) -> tuple[list[ServedModel], dict[str, Any] | None, list[str]]:
     about, weights = _read(path)
-    serves = _serves(run, about.get("row_of_client"), sorted(weights))
+    spec = spec_of(run)
+    if "row_of_client" not in about:
+        return _offered(run, spec, weights, client), about.get("standardise"), []
+    found, remarks = [], []
+    serves: defaultdict[int, list[int]] = defaultdict(list)
+    for number, row in enumerate(about["row_of_client"]):
+        serves[row].append(number)
     if client is None and len(serves) == len(run.clients) > 1:
         _refuse_all(run)
-    spec, found, remarks = spec_of(run), [], []
-    for row in sorted(serves) if client is None else [_row_of(run, serves, client)]:
+    for row in sorted(serves) if client is None else [about["row_of_client"][client]]:
         name = "model" if len(serves) == 1 else f"model-{row}"
         standing: Standing = "own" if len(serves[row]) == 1 < len(run.clients) else "shared"
         found.append(ServedModel(name, _filled(spec, weights[row]), tuple(serves[row]), standing))
@@ -132,26 +136,19 @@ def _released(run: Run, path: Path, client: int | None) -> tuple[list[ServedMode
     return found, about.get("standardise"), remarks
 
 
-def _serves(run: Run, row_of_client: Sequence[int] | None, rows: Sequence[int]) -> dict[int, list[int]]:
-    """Whom each model serves. Where clients choose by themselves, that is known in a simulation only: else all."""
-    if row_of_client is None and run.elsewhere:
-        return {row: list(range(len(run.clients))) for row in rows}
-    serves: defaultdict[int, list[int]] = defaultdict(list)
-    for number, row in enumerate(run.assignment().iloc[-1] if row_of_client is None else row_of_client):
-        if not math.isnan(row):  # a client without test records has not said
-            serves[int(row)].append(number)
-    return dict(serves)
-
-
-def _row_of(run: Run, serves: Mapping[int, Sequence[int]], client: int) -> int:
-    rows = [row for row, clients in serves.items() if client in clients]
-    if len(rows) != 1:
+def _offered(
+    run: Run, spec: ModelSpec, weights: Mapping[int, Mapping[str, Tensor]], client: int | None
+) -> list[ServedModel]:
+    """Models among which every client chooses by itself. A simulation knows which; to say so would be a release."""
+    if client is not None and len(weights) > 1:
         raise UserError(
-            f"which of the models serves {run.clients['name'][client]} is not known here.",
+            f"which of the models serves {run.clients['name'][client]} is its own secret.",
             f"By {run.algorithm} each client chooses for itself, and does not say which. Nothing was written.",
             "leave out --client; on a federation the client has its model in its own folder",
         )
-    return rows[0]
+    everybody = tuple(range(len(run.clients)))
+    names = {row: "model" if len(weights) == 1 else f"model-{row}" for row in sorted(weights)}
+    return [ServedModel(name, _filled(spec, weights[row]), everybody, "shared") for row, name in names.items()]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[int, dict[str, Tensor]]]:
