@@ -332,10 +332,10 @@ def _in_words(kind: str, releases: Mapping[Mechanism, int]) -> str:
 
 
 def rounded_up(epsilon: float) -> str:
-    """An epsilon for people, never below the proved one."""
+    """An epsilon for people, never below the proved one (but for the last bits of a float, which are rounding)."""
     if math.isinf(epsilon):
         return "infinity"
-    return f"{math.ceil(epsilon * 1000) / 1000:.3f}".rstrip("0").rstrip(".")
+    return f"{math.ceil(epsilon * 1000 * (1 - 1e-13)) / 1000:.3f}".rstrip("0").rstrip(".")
 
 
 def json_number(value: float) -> float | str:
