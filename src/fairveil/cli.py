@@ -25,6 +25,7 @@ from fairveil.terminal import (
     print_rows,
     print_statement,
     print_submitted,
+    protected,
 )
 
 if TYPE_CHECKING:
@@ -453,7 +454,7 @@ def list_algorithms(as_json: AsJson = False) -> None:
     rows = []
     for name, cls in sorted(ALGORITHMS.items()):
         what = first_line(sys.modules[cls.__module__])
-        rows.append({"name": name, "what": what, "protects": f"each {cls.unit}", "trusts": cls.trust})
+        rows.append({"name": name, "what": what, "protects": protected(cls.unit), "trusts": cls.trust})
     print_rows(rows, as_json)
 
 

@@ -401,12 +401,7 @@ name = "{algorithm}"
 {parameters}
 
 [privacy]
-unit = "{unit}"                 # what is protected: one {protected}
-adjacency = "add-remove"        # or "replace", which needs more noise
-epsilon = 8.0                   # the budget; or noise_multiplier = 1.0, never both
-delta = 1e-3                    # below 1 / (number of protected {unit}s)
-clip_norm = 1.0                 # bound on what one {unit} may contribute
-accountant = "tightest"         # the smaller of "rdp" and "pld", both valid
+{privacy}
 noise = "reproducible"          # from the seed; or "secret", from a random key in the run folder
 {trust}
 [fairness]
@@ -424,12 +419,29 @@ every = 1                       # rounds between evaluations
 """
 
 
+PRIVACY = """\
+unit = "{unit}"                 # what is protected: one {protected}
+adjacency = "add-remove"        # or "replace", which needs more noise
+epsilon = 8.0                   # the budget; or noise_multiplier = 1.0, never both
+delta = 1e-3                    # below 1 / (number of protected {unit}s)
+clip_norm = 1.0                 # bound on what one {unit} may contribute
+accountant = "tightest"         # the smaller of "rdp" and "pld", both valid"""
+METRIC = """\
+unit = "metric"                 # what is protected: the local models of a client, by how far they are apart
+noise_multiplier = 1.0          # nu, the mean length of the noise over the radius; or epsilon, never both
+clip_norm = 1.0                 # r, the radius: how far a client may move a model in one round
+# delta = 1e-4                  # for Gaussian noise; below 1 / (number of clients)"""
+
+
 def template(algorithm: str, path: str) -> str:
     """A commented config to start from."""
     cls = find_algorithm(algorithm)
     lines = []
     for key, field in cls.model_fields.items():
-        line = f"{key} = {json.dumps(field.default)}"
+        given = field.default is not None
+        line = (
+            f"{key} = {json.dumps(field.default)}" if given else f"# {key} = {json.dumps((field.examples or [0])[0])}"
+        )
         lines.append(f"{line:32}# {field.description}" if field.description else line)
     if cls.unit == "record":
         protected, trust = "record of one client", ""
@@ -439,13 +451,13 @@ def template(algorithm: str, path: str) -> str:
         )
     else:
         protected = "client with all its records"
-        trust = '# trust = "server"             # or "secure-sum", which is simulated\n'
+        trust = '# trust = "server"             # or "secure-sum", which is simulated\n' if cls.unit == "client" else ""
         split = (
             'split = { kind = "iid", clients = 100 }\n'
             "# or rotate, label-flip, dirichlet, shards, power-law, one-class, natural"
         )
     name = re.sub(r"[^A-Za-z0-9]+", "-", Path(path).stem).strip("-") or "run"
     return TEMPLATE.format(
-        path=path, name=name, algorithm=algorithm, parameters="\n".join(lines), unit=cls.unit,
-        protected=protected, split=split, trust=trust,
+        path=path, name=name, algorithm=algorithm, parameters="\n".join(lines), split=split, trust=trust,
+        privacy=METRIC if cls.unit == "metric" else PRIVACY.format(unit=cls.unit, protected=protected),
     )  # fmt: skip

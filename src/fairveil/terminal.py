@@ -167,12 +167,17 @@ def _own_run(run: dict[str, Any]) -> dict[str, Any]:
         "run": run["run"][:8],  # its name to the server is long and says nothing
         "since": run["since"],
         "state": run["state"],
-        "epsilon": f"{run['epsilon']:.4f} for each {run['protects']}",
+        "epsilon": f"{run['epsilon']:.4f} for {protected(run['protects'])}",
         "sent": f"{run['released']} of {run['accepted']}",
         "own test records": ", ".join(
             [f"{name} {value:.3f}" for name, value in scores.items()] + ([f"n = {records:.0f}"] if records else [])
         ),
     }
+
+
+def protected(unit: str) -> str:
+    """What a guarantee is for, in words."""
+    return "a client's local models, by distance" if unit == "metric" else f"each {unit}"
 
 
 def first_line(documented: Any) -> str:

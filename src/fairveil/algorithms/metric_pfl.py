@@ -66,7 +66,7 @@ class MetricPFL(Algorithm[State]):
     learning_rate: float = Field(0.1, gt=0, description="s, at the client")
     noise: Literal["laplace", "gaussian"] = Field("laplace", description="on the local model")
     spread: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="the most that two hypotheses may lie apart: then their choice is protected too"
+        None, examples=[2.0], description="the most that two hypotheses may lie apart; if given, their choice is hidden"
     )
     faithful: bool = Field(False, description="noise in proportion to each client's own step: without a guarantee")
 
