@@ -230,6 +230,131 @@ def test_the_intervals_in_the_document_can_be_made(
     assert printed.count(unit) == 3 and "nan" not in printed
 
 
+# ---- docs/metric-privacy.md ------------------------------------------------------------------------
+
+NOISE, HYPOTHESES = "privacy.noise_multiplier", "algorithm.hypotheses"
+TABLE_2 = {  # of Galli et al. (2023): median and maximum by noise, for 1, 3, 5 and 7 hypotheses
+    0.0: ["–, –"] * 4,
+    0.1: ["528, 1540", "473, 1386", "418, 1342", "517, 1551"],
+    1.0: ["49.5, 147.4", "44, 138.6", "40.7, 127.6", "36.3, 126.5"],
+    2.0: ["21.5, 66.6", "22, 69.3", "14.3, 54.5", "15.4, 57.8"],
+    3.0: ["12.1, 40", "12.5, 40", "8.4, 36.7", "7.7, 32.3"],
+    5.0: ["5.3, 20.9", "5.5, 21.6", "5.9, 22", "5.7, 21.3"],
+}
+TABLE_3 = {  # of the same: accuracy by noise, for cross-entropy and RMSE
+    0.0: (83.2, 80.1), 0.001: (84.3, 81.3), 0.01: (83.2, 80.5), 0.1: (83.4, 80.8), 1.0: (83.4, 81.4), 3.0: (83.5, 82.5),
+    5.0: (81.2, 78.7), 10.0: (69.2, 68.7), 15.0: (56.1, 62.2),
+}  # fmt: skip
+
+
+def finished(name: str) -> pd.DataFrame:
+    """The results of a sweep, all of them of committed code."""
+    table = pd.read_csv(ROOT / f"docs/results/{name}.csv", float_precision="round_trip")
+    whole = (table["status"] == "finished").all() if "status" in table else True
+    assert whole and not table["commit"].str.contains("dirty").any()
+    return table
+
+
+def spread_of(values: pd.Series, scale: float = 1.0, form: str = ".3f") -> str:
+    return f"{format(scale * values.mean(), form)} ± {format(scale * values.std(), form)}"
+
+
+def rows_of_hypotheses() -> list[str]:
+    """Where they end, the farthest over seeds."""
+    rows = []
+    for (form, k, nu), part in finished("metric-synthetic-models").groupby(["variant", HYPOTHESES, NOISE], sort=False):
+        along = f"{part['along'].min():.2f} to {part['along'].max():.2f}" if k == 1 else ""
+        rows.append(
+            f"| {form} | {k} | {nu:g} | {part['to_first'].max():.2f} | {part['to_second'].max():.2f} | {along} |"
+        )
+    return rows
+
+
+def rows_of_errors(name: str) -> list[str]:
+    """RMSE: noise down, hypotheses across."""
+    return [
+        f"| {nu:g} | {' | '.join(spread_of(runs['rmse_mean']) for _, runs in part.groupby(HYPOTHESES))} |"
+        for nu, part in finished(name).groupby(NOISE)
+    ]
+
+
+def rows_of_budgets() -> list[str]:
+    """Median and maximum, mean over seeds; the paper's beside them."""
+    rows = []
+    for nu, part in finished("metric-charges").groupby(NOISE):
+        cells = []
+        for (_, runs), paper in zip(part.groupby(HYPOTHESES), TABLE_2[nu], strict=True):
+            ours = [runs[f"budget_{what}"].mean() for what in ("median", "maximum")]
+            cells.append(f"{', '.join('–' if math.isinf(value) else f'{value:.4g}' for value in ours)} ({paper})")
+        rows.append(f"| {nu:g} | {' | '.join(cells)} |")
+    return rows
+
+
+def rows_of_fairness(name: str) -> list[str]:
+    """Differences between the groups: one hypothesis, two, and the paired difference with its interval."""
+    table, paired = finished(name), pd.read_csv(ROOT / f"docs/results/{name}-comparison.csv")
+    rows = []
+    for nu, part in table.groupby(NOISE):
+        cells = []
+        for measure in ("demographic parity", "equalised odds", "equal opportunity"):
+            one, two = (part[part["variant"] == v][f"clients: {measure}"].mean() for v in ("one", "two"))
+            of = paired[(paired["measure"] == f"clients: {measure}") & (paired[NOISE] == nu)].iloc[0]
+            cells.append(f"{one:.3f} → {two:.3f} ({of['low']:+.3f} to {of['high']:+.3f})")
+        rows.append(f"| {nu:g} | {' | '.join(cells)} |")
+    return rows
+
+
+def rows_of_handwriting() -> list[str]:
+    """Accuracy in percent, and the paper's."""
+    rows = []
+    for nu, part in finished("metric-handwriting").groupby(NOISE):
+        cells = []
+        for variant, paper in zip(("cross-entropy", "squared"), TABLE_3[nu], strict=True):
+            cells += [spread_of(part[part["variant"] == variant]["accuracy_mean"], 100, ".1f"), f"{paper}"]
+        rows.append(f"| {nu:g} | {' | '.join(cells)} |")
+    return rows
+
+
+def rows_of_epsilons() -> list[str]:
+    table = finished("metric-charges-epsilon")
+    return [
+        f"| {epsilon:g} | "
+        + " | ".join(spread_of(part[part["variant"] == v]["rmse_mean"]) for v in ("laplace", "gaussian"))
+        + " |"
+        for epsilon, part in table.groupby("privacy.epsilon")
+    ]
+
+
+def metric_tables() -> list[list[str]]:
+    """Every table of results in docs/metric-privacy.md, in their order."""
+    return [
+        rows_of_hypotheses(), rows_of_errors("metric-charges"), rows_of_budgets(),
+        rows_of_errors("metric-charges-faithful"), rows_of_epsilons(), rows_of_fairness("metric-loans"),
+        rows_of_fairness("metric-parity"), rows_of_handwriting(),
+    ]  # fmt: skip
+
+
+def test_the_tables_of_metric_privacy_are_those_of_the_sweeps() -> None:
+    text = (ROOT / "docs/metric-privacy.md").read_text().partition("## Experiments")[2]
+    bodies = re.findall(r"^\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert [body.splitlines() for body in bodies] == metric_tables()
+
+
+def test_what_is_said_of_metric_privacy_holds() -> None:
+    """The claims beside the tables: both parameters found, budgets that fall as 1/nu, two models fairer than one."""
+    ended = finished("metric-synthetic-models").query(f"`{HYPOTHESES}` == 2 and `{NOISE}` == 1")
+    assert len(ended) == 20 and ended[["to_first", "to_second"]].max().max() < 0.3
+    alone = finished("metric-synthetic-models").query(f"`{HYPOTHESES}` == 1")
+    assert alone["along"].between(0.3, 0.7).all()
+    charges = finished("metric-charges")
+    assert charges.groupby([HYPOTHESES, NOISE])["seed"].nunique().eq(10).all()
+    noisy = charges[charges[NOISE] > 0]
+    for what in ("budget_median", "budget_maximum"):
+        assert (noisy[what] * noisy[NOISE]).std() / (noisy[what] * noisy[NOISE]).mean() < 0.15
+    by_count = charges.groupby([NOISE, HYPOTHESES])["rmse_mean"].mean().unstack()
+    assert (by_count[3] < by_count[1]).all()
+
+
 def test_the_pull_in_the_document_is_that_of_the_sweep() -> None:
     table = pd.read_csv(ROOT / "docs/results/mr-mtl-pull.csv")
     assert (table["status"] == "finished").all() and not table["commit"].str.contains("dirty").any()

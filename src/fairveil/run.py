@@ -70,7 +70,8 @@ class RunResult:
     clients: int  # all of them; those without test records are not in the metrics
     clusters: Mapping[str, Any] | None = None  # count, ari, mss, mpo, switch_round ... of a clustered system
     fairness: Mapping[str, Any] = field(default_factory=dict)  # F_acc, F_loss; differences of rates between groups
-    budget: Mapping[str, float] | None = None  # metric privacy: epsilon at the radius, median and maximum over clients
+    # of metric privacy: epsilon at the radius, median and maximum over clients; and the radius, if it is a public one
+    budget: Mapping[str, float] | None = None
 
     @property
     def main(self) -> tuple[str, Summary] | None:
@@ -360,11 +361,10 @@ def _finish(plan: Plan, store: Store, state: object) -> RunResult:
         "code": plan.code,
     }
     run = load_run(store.folder)
-    budgets = run.metric_budgets()
     result = RunResult(
         store.folder, name, plan.algorithm.rounds, store.seconds(), statement, metrics, provenance,
         plan.federation.clients, clusters_of(plan, state), _fairness(run),
-        None if budgets is None else {"median": float(budgets.median()), "maximum": float(budgets.max())},
+        _budget(run, statement),
     )  # fmt: skip
     store.write("result.json", json.dumps(result.to_json(), indent=2).encode())
     return result
@@ -379,6 +379,15 @@ def _fairness(run: Run) -> dict[str, Any]:
         differences = group_differences(counts, run.positive).items()
         found[name or "clients"] = {what: _plain(asdict(interval)) for what, interval in differences}
     return found
+
+
+def _budget(run: Run, statement: Statement) -> dict[str, float] | None:
+    """What clients have spent of metric privacy; over the radius it is epsilon for each unit of distance."""
+    budgets = run.metric_budgets()
+    if budgets is None or statement.metric is None:
+        return None
+    known = {} if statement.metric.law == "step" else {"radius": statement.metric.radius}
+    return {"median": float(budgets.median()), "maximum": float(budgets.max())} | known
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

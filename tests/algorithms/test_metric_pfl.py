@@ -260,6 +260,9 @@ def test_nobody_takes_part_more_often_than_is_paid_for(
     assert result.statement.epsilon_spent == pytest.approx(2.0 * max(asked.values()))
     budgets = load_run(result.folder).metric_budgets()
     assert budgets is not None and budgets.tolist() == pytest.approx([1.0 * asked[c] for c in range(8)])
+    times = [asked[c] for c in range(8)]
+    assert result.budget == pytest.approx({"median": np.median(times), "maximum": max(times), "radius": 0.5})
+    assert result.to_json()["budget"] == result.budget
 
 
 @pytest.mark.parametrize(
