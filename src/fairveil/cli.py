@@ -67,8 +67,8 @@ def new(
     example: Annotated[str, typer.Option(help="The algorithm to start from.")] = "global",
 ) -> None:
     """Write a commented config to start from."""
-    from fairveil.config import template
     from fairveil.errors import UserError
+    from fairveil.template import template
 
     text = template(example, str(path))
     try:

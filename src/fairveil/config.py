@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -377,87 +376,3 @@ def _without_none(values: Any) -> Any:
     if isinstance(values, dict):
         return {key: _without_none(value) for key, value in values.items() if value is not None}
     return values
-
-
-TEMPLATE = """\
-# A fairveil run. Check and price it without training: fairveil plan {path}
-# Needed: data.dataset, model.name, algorithm.name, privacy.delta, and privacy.epsilon or privacy.noise_multiplier.
-# Whatever else is left out has the value shown here; a dataset without a split is cut as suits it.
-schema_version = 1
-name = "{name}"
-seed = 0                        # same seed, same run, on any number of cores
-
-[data]
-dataset = "digits"              # fairveil list datasets; or "file", or "package.module:Class"
-# options = {{ path = "visits.csv", client = "hospital", target = "outcome", group = "hospital" }}  # for "file"
-{split}
-sizes = "rounded"               # how clients declare their size: rounded down, or "public" (exact)
-
-[model]
-name = "logistic"               # fairveil list models; or "package.module:Class"
-
-[algorithm]
-name = "{algorithm}"
-{parameters}
-
-[privacy]
-{privacy}
-noise = "reproducible"          # from the seed; or "secret", from a random key in the run folder
-{trust}
-[fairness]
-groups = "cluster"              # clients are compared by the groups of the data; or a sensitive attribute
-# positive = 1                  # the class that is an advantage, for demographic parity and equalised odds
-# reference = "central"         # what privacy costs each group: a model of its pooled records; evaluation only
-
-[engine]
-kind = "local"                  # this machine; or "ray", a cluster. Other people's: see fairveil deploy
-# workers = 2                   # one for each core if left out
-# block = 8                     # clients that share a call; as many as are fastest if left out
-
-[metrics]
-every = 1                       # rounds between evaluations
-"""
-
-
-PRIVACY = """\
-unit = "{unit}"                 # what is protected: one {protected}
-adjacency = "add-remove"        # or "replace", which needs more noise
-epsilon = 8.0                   # the budget; or noise_multiplier = 1.0, never both
-delta = 1e-3                    # below 1 / (number of protected {unit}s)
-clip_norm = 1.0                 # bound on what one {unit} may contribute
-accountant = "tightest"         # the smaller of "rdp" and "pld", both valid"""
-METRIC = """\
-unit = "metric"                 # what is protected: the local models of a client, by how far they are apart
-noise_multiplier = 1.0          # nu, the mean length of the noise over the radius; or epsilon, never both
-clip_norm = 1.0                 # r, the radius: how far a client may move a model in one round
-# delta = 1e-4                  # for Gaussian noise; below 1 / (number of clients)"""
-
-
-def template(algorithm: str, path: str) -> str:
-    """A commented config to start from."""
-    cls = find_algorithm(algorithm)
-    lines = []
-    for key, field in cls.model_fields.items():
-        given = field.default is not None
-        line = (
-            f"{key} = {json.dumps(field.default)}" if given else f"# {key} = {json.dumps((field.examples or [0])[0])}"
-        )
-        lines.append(f"{line:32}# {field.description}" if field.description else line)
-    if cls.unit == "record":
-        protected, trust = "record of one client", ""
-        split = (
-            'split = { kind = "rotate", degrees = [0, 90, 180], clients = [2, 4, 4] }\n'
-            "# or iid, label-flip, dirichlet, shards, power-law, one-class, natural"
-        )
-    else:
-        protected = "client with all its records"
-        trust = '# trust = "server"             # or "secure-sum", which is simulated\n' if cls.unit == "client" else ""
-        split = (
-            'split = { kind = "iid", clients = 100 }\n'
-            "# or rotate, label-flip, dirichlet, shards, power-law, one-class, natural"
-        )
-    name = re.sub(r"[^A-Za-z0-9]+", "-", Path(path).stem).strip("-") or "run"
-    return TEMPLATE.format(
-        path=path, name=name, algorithm=algorithm, parameters="\n".join(lines), split=split, trust=trust,
-        privacy=METRIC if cls.unit == "metric" else PRIVACY.format(unit=cls.unit, protected=protected),
-    )  # fmt: skip
