@@ -87,7 +87,7 @@ def clusters_of(plan: Plan, state: object) -> dict[str, Any] | None:
         return None
     figures = {key: value for key, value in vars(found).items() if key not in ("cluster", "plane", "centres")}
     seen = found.cluster >= 0
-    ari = adjusted_rand(found.cluster[seen], plan.facts.group[seen]) if seen.any() else None
+    ari = adjusted_rand(found.cluster[seen], plan.facts.group[seen]) if seen.any() else 0.0
     return figures | {"ari": ari, "of_client": found.cluster.tolist()}
 
 
