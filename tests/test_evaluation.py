@@ -126,6 +126,11 @@ def test_common_test_records_are_confused_once(small: dict[str, Any], runs: Path
     run = ran(small, runs)
     assert run.facts["common_tests"] and run.confusion.groupby("client")["n"].sum().to_dict() == {0: 359, 2: 359}
     assert run.counts("accuracy").iloc[-1].tolist() == [359] * 5  # and all have their score
+    chosen = ran(
+        small, runs, algorithm={"name": "metric-pfl", "hypotheses": 1, "rounds": 2},
+        privacy={"noise_multiplier": 1.0, "clip_norm": 1.0},
+    )  # fmt: skip
+    assert chosen.confusion.groupby("client")["n"].sum().to_dict() == {0: 359, 2: 359}  # also where clients choose
     local = ran(small, runs, algorithm=small["algorithm"] | {"name": "local"})
     assert local.confusion.groupby("client")["n"].sum().to_dict() == dict.fromkeys(range(5), 359)
 

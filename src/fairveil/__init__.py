@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # Before MKL multiplies its first matrices: on some processors its products of several matrices at once differ in the
-# last bit from those of one alone, and a run would depend on the size of its blocks. It costs no time to speak of.
+# last bit from those of one alone, and a run would depend on the size of its blocks.
 os.environ.setdefault("MKL_CBWR", "AUTO")
 
 if TYPE_CHECKING:

@@ -132,9 +132,10 @@ def kmeans(gram: np.ndarray, count: int, random: np.random.Generator) -> np.ndar
 def kmeans_from(points: Tensor, centres: Tensor) -> tuple[np.ndarray, Tensor]:
     """Lloyd's k-means of points (n, p), started at these centres (k, p): labels (n,), and the centres where it ends.
 
-    A centre to which no point is nearest stays where it is. Of equally near ones the first is taken.
+    A centre to which no point is nearest in the end is where it started. Of equally near ones the first is taken.
     """
-    points, centres = points.double(), centres.double()
+    points, started = points.double(), centres.double()
+    centres = started.clone()
     label = torch.full((len(points),), -1)
     for _ in range(300):  # far more than it takes
         nearest = torch.cdist(points, centres, compute_mode="donot_use_mm_for_euclid_dist").argmin(dim=1)
@@ -143,7 +144,8 @@ def kmeans_from(points: Tensor, centres: Tensor) -> tuple[np.ndarray, Tensor]:
         label = nearest
         for k in label.unique().tolist():
             centres[k] = points[label == k].mean(dim=0)
-    return label.numpy(), centres.float()
+    empty = torch.bincount(label, minlength=len(centres)) == 0
+    return label.numpy(), torch.where(empty.unsqueeze(1), started, centres).float()
 
 
 def plane_of(points: Tensor) -> np.ndarray:

@@ -58,8 +58,15 @@ def save_confusion(plan: Plan, engine: Engine, store: Store, served: Served, per
     """
     if not plan.facts.classes and not plan.federation.decided:
         return
-    rows = []
-    for clients, _, counts in _asked(plan, engine, confuse, "the end, confusion", served, personal, {}):
+    rows, seen = [], set()
+    found = _asked(plan, engine, confuse, "the end, confusion", served, personal, {})
+    for clients, row, counts in sorted(found, key=lambda one: one[0][0]):
+        alike = (
+            clients[0] if row is None or not plan.federation.common_tests else (row, int(plan.facts.group[clients[0]]))
+        )
+        if alike in seen:
+            continue
+        seen.add(alike)
         for key, n in counts.items():
             attribute, value, actual, predicted = key.rsplit("/", 3)
             name = plan.federation.attributes[attribute][int(value)] if attribute else ""

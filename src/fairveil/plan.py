@@ -27,6 +27,7 @@ from fairveil.privacy.accounting import (
 from fairveil.privacy.gradients import path_of
 from fairveil.privacy.ledger import FEDERATION, Ledger
 from fairveil.privacy.mechanisms import Mechanism, Releases, canonical, events_of, without_leaks
+from fairveil.privacy.metric import GaussianBall, Sanitiser
 from fairveil.privacy.statement import SECURE_SUM, NoiseSource, Statement, json_number, make_statement
 from fairveil.session import Facts, Terms
 from fairveil.store import UnitPlan
@@ -165,7 +166,6 @@ class Plan:
             reference=self.config.fairness.reference is not None,
             complete=complete,
             elsewhere=elsewhere,
-            metric=self.algorithm.metric_terms(self.terms[by_size[0]]),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def make_plan(config: RunConfig) -> Plan:
     """
     algorithm, federation, model, facts = materials(config)
     _check_delta(config, algorithm, federation, facts)
-    _check_metric(config, algorithm, federation)
+    _check_metric(config, algorithm, federation, facts)
     clients = [Terms(facts, int(size), 0.0) for size in facts.size]
     terms = dict(enumerate(clients)) | {FEDERATION: Terms(facts, None, 0.0)}
     protected = protected_units(algorithm, facts)
@@ -213,6 +213,13 @@ def make_plan(config: RunConfig) -> Plan:
     releases = [releases_at(unit, z) for unit, z in zip(protected, noise, strict=True)]
     prices = _prices(releases, privacy, holders)
     noised = [without_leaks(each) for each in releases]
+    if privacy.epsilon is not None and any(releases) and not any(noised):
+        raise UserError(
+            f"privacy.epsilon = {privacy.epsilon:g} cannot be met.",
+            f"Nothing that {config.algorithm.name} would send has a price, so that no noise can be solved for.\n"
+            "Nothing was run.",
+            "privacy.noise_multiplier = 1.0 instead of epsilon, or leave out algorithm.faithful",
+        )
     _check_budget(privacy, max(found.epsilon for found in _prices(noised, privacy, holders)))
     if any(getattr(m, "adjacency", privacy.adjacency) != privacy.adjacency for each in releases for m in each):
         raise TypeError(f"{type(algorithm).__name__} noises for another relation between neighbours than is priced")
@@ -344,14 +351,29 @@ def _check_delta(config: RunConfig, algorithm: Algorithm[Any], federation: Feder
             f"{who}; delta must stay below 1/n = {1 / count:.2g},\n"
             f"or whole {'records' if algorithm.unit == 'record' else 'clients'} could be published and still satisfy "
             "the guarantee.",
-            f"privacy.delta = {10.0 ** math.floor(math.log10(0.9 / count)):.0e}",
+            f"privacy.delta = {_below(count)}",
         )
 
 
-def _check_metric(config: RunConfig, algorithm: Algorithm[Any], federation: Federation) -> None:
-    """What does not go with metric privacy."""
+def _below(count: int) -> str:
+    """A power of ten below 1/count."""
+    return f"{10.0 ** math.floor(math.log10(0.9 / count)):.0e}"
+
+
+def _check_metric(config: RunConfig, algorithm: Algorithm[Any], federation: Federation, facts: Facts) -> None:
+    """What does not go with metric privacy; and local models go with nothing else."""
+    released = algorithm.releases(Terms(facts, int(facts.size[0]), 0.0))
+    if any(isinstance(mechanism, Sanitiser) != (algorithm.unit == "metric") for mechanism in released):
+        raise TypeError(f"{type(algorithm).__name__}: local models are for the unit metric, and for no other unit")
     if algorithm.unit != "metric":
         return
+    if not config.privacy.delta and any(isinstance(mechanism, GaussianBall) for mechanism in released):
+        raise UserError(
+            "privacy.delta is missing.",
+            f'With algorithm.noise = "gaussian" what {config.algorithm.name} guarantees may fail with this chance.\n'
+            "Nothing was run.",
+            f'privacy.delta = {_below(len(facts.size))}, or algorithm.noise = "laplace"',
+        )
     if config.privacy.adjacency != "add-remove":
         raise UserError(
             f"privacy.adjacency = {shown(config.privacy.adjacency)} makes no sense with {config.algorithm.name}.",

@@ -20,6 +20,7 @@ from fairveil.errors import RunFault, UserError
 from fairveil.fairness import PrivacyCost, pooled, privacy_cost
 from fairveil.privacy.mechanisms import Mechanism, from_canonical
 from fairveil.privacy.metric import Sanitiser
+from fairveil.privacy.statement import MetricTerms
 from fairveil.provenance import published
 from fairveil.store import CLIENT, VALUE, is_held, of_records
 
@@ -210,6 +211,12 @@ class Run:
         known = {what: from_canonical(what) for _, what, _ in rows}
         return sorted(((_round(request), known[what], kind) for request, what, kind in rows), key=lambda row: row[0])
 
+    @property
+    def metric(self) -> MetricTerms | None:
+        """What metric privacy promises in this run; None: it promises something else."""
+        terms = self.statement.get("metric")
+        return None if terms is None else MetricTerms(**terms)
+
     def metric_releases(self) -> pd.DataFrame | None:
         """Under metric privacy with Laplace noise, every release: round, client, and its epsilon at the distance of the
         radius (for `faithful`, as the paper counts it). None: this run promises something else."""
@@ -229,6 +236,12 @@ class Run:
         if releases is None:
             return None
         return releases.groupby("client")["epsilon"].sum().reindex(range(len(self.clients)), fill_value=0.0)
+
+    def busiest(self) -> int:
+        """The unit that has released most often, the first of several."""
+        query = "SELECT unit FROM ledger GROUP BY unit ORDER BY count(*) DESC, unit LIMIT 1"
+        with self._open() as database:
+            return next((unit for (unit,) in database.execute(query)), 0)
 
     @cached_property
     def units(self) -> pd.DataFrame:

@@ -386,7 +386,7 @@ def _budget(run: Run, statement: Statement) -> dict[str, float] | None:
     budgets = run.metric_budgets()
     if budgets is None or statement.metric is None:
         return None
-    known = {} if statement.metric.law == "step" else {"radius": statement.metric.radius}
+    known = {} if statement.metric.radius is None else {"radius": statement.metric.radius}
     return {"median": float(budgets.median()), "maximum": float(budgets.max())} | known
 
 

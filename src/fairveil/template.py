@@ -10,7 +10,7 @@ from fairveil.algorithms import find_algorithm
 
 TEMPLATE = """\
 # A fairveil run. Check and price it without training: fairveil plan {path}
-# Needed: data.dataset, model.name, algorithm.name, privacy.delta, and privacy.epsilon or privacy.noise_multiplier.
+# Needed: data.dataset, model.name, algorithm.name, {needed}privacy.epsilon or privacy.noise_multiplier.
 # Whatever else is left out has the value shown here; a dataset without a split is cut as suits it.
 schema_version = 1
 name = "{name}"
@@ -88,5 +88,6 @@ def template(algorithm: str, path: str) -> str:
     name = re.sub(r"[^A-Za-z0-9]+", "-", Path(path).stem).strip("-") or "run"
     return TEMPLATE.format(
         path=path, name=name, algorithm=algorithm, parameters="\n".join(lines), split=split, trust=trust,
+        needed="and " if cls.unit == "metric" else "privacy.delta, and ",
         privacy=METRIC if cls.unit == "metric" else PRIVACY.format(unit=cls.unit, protected=protected),
     )  # fmt: skip

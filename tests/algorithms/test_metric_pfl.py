@@ -9,7 +9,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 
 from fairveil.algorithms import ALGORITHMS
+from fairveil.algorithms.base import Unit
 from fairveil.algorithms.metric_pfl import MetricPFL
 from fairveil.clustering import kmeans_from
 from fairveil.config import RunConfig, make_config
@@ -28,11 +29,14 @@ from fairveil.data.synthetic import LinearClusters
 from fairveil.errors import UserError
 from fairveil.models import ModelSpec
 from fairveil.plan import make_plan
+from fairveil.privacy.mechanisms import Mechanism
 from fairveil.privacy.metric import GaussianBall, LaplaceBall, LaplaceStep
 from fairveil.privacy.release import digest_values
+from fairveil.privacy.statement import MetricTerms
+from fairveil.privacy.training import NoisyTraining
 from fairveil.reading import load_run
 from fairveil.run import Interrupted, RoundReport, resume_run, run_plan, start_run
-from fairveil.session import Session
+from fairveil.session import Session, Terms
 from fairveil.store import Store
 from fairveil.streams import Stream
 from fairveil.tasks import best_model
@@ -220,6 +224,9 @@ def test_an_empty_cluster_stays_and_of_equals_the_first_is_taken() -> None:
     assert label.tolist() == [0, 0, 2] and centres.flatten().tolist() == [0.5, 500.0, 10.0]
     label, centres = kmeans_from(torch.tensor([[1.0], [1.0]]), torch.tensor([[0.0], [2.0]]))
     assert label.tolist() == [0, 0] and centres.flatten().tolist() == [1.0, 2.0]
+    losing = torch.tensor([[16.0], [5.0], [3.0], [7.0], [17.0], [21.0]])  # the second has two at first, and loses them
+    label, centres = kmeans_from(losing, torch.tensor([[1.0], [9.0], [23.0]]))
+    assert label.tolist() == [2, 0, 0, 0, 2, 2] and centres.flatten().tolist() == [5.0, 9.0, 18.0]
     label, centres = kmeans_from(torch.zeros(0, 2), torch.ones(3, 2))  # nobody answered
     assert label.tolist() == [] and torch.equal(centres, torch.ones(3, 2))
     start = torch.zeros(2, 1)
@@ -334,7 +341,8 @@ def test_hypotheses_are_drawn_together_wherever_they_lie(offset: float) -> None:
         ({}, {"privacy": {"clip_norm": 0.5}}, ["privacy.epsilon is missing"]),
         ({}, noisy(1.0, math.inf), ["privacy.clip_norm = inf"]),
         ({}, noisy(adjacency="replace"), ["privacy.adjacency", "metric-pfl", "leave out"]),
-        ({"noise": "gaussian"}, noisy(), ["privacy.delta = 0"]),
+        ({"noise": "gaussian"}, noisy(), ["privacy.delta is missing", "gaussian", "privacy.delta = 1e-01"]),
+        ({"faithful": True}, {"privacy": {"epsilon": 5.0}}, ["privacy.epsilon = 5", "has a price", "noise_multiplier"]),
         ({"noise": "gaussian"}, noisy(delta=0.2), ["privacy.delta = 0.2", "8 clients", "1/n"]),
         ({"noise": "gaussian"}, noisy(delta=1.0), ["privacy.delta"]),
         ({"noise": "uniform"}, {}, ["noise"]),
@@ -461,6 +469,50 @@ def test_the_statement_of_one_hypothesis_does_not_count_a_spread() -> None:
     """There is nothing to be spread: the words go with the price."""
     said = sentence(hypotheses=1, spread=3.0)
     assert "(8, 0.0)-indistinguishable" in said and "at most 1 apart" in said
+
+
+class Unsaid(MetricPFL):
+    """Releases local models, and says that records are protected."""
+
+    name: ClassVar[str] = "unsaid"
+    unit: ClassVar[Unit] = "record"
+
+
+class Trained(MetricPFL):
+    """The other way round."""
+
+    name: ClassVar[str] = "trained"
+
+    def releases(self, terms: Terms) -> Counter[Mechanism]:
+        training = NoisyTraining.epochs(10, 5, 1, clip_norm=1.0, noise_multiplier=terms.noise_multiplier)
+        return Counter() if terms.size is None else Counter({training: 1})
+
+
+@pytest.mark.parametrize("algorithm", [Unsaid, Trained])
+def test_local_models_go_with_metric_privacy_alone(algorithm: type[MetricPFL], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the statement would promise records what was proved for distances only, or the other way round."""
+    monkeypatch.setitem(ALGORITHMS, algorithm.name, algorithm)
+    values = config(noisy(delta=1e-3)).model_dump() | {"algorithm": {"name": algorithm.name}}
+    with pytest.raises(TypeError, match="local models are for the unit metric"):
+        make_plan(make_config(values))
+
+
+def test_the_statement_is_made_of_what_is_planned() -> None:
+    """Not of what an algorithm says of itself: an open choice is said, whoever declares it."""
+    planned = {LaplaceBall(3, 2.0, 0.5, math.inf): 4}
+    terms = MetricTerms.of(planned)
+    assert terms == MetricTerms("laplace", 3, 0.5, None, 2.0, 4) and not terms.chosen_freely and terms.farthest == 1.0
+    assert MetricTerms.of({GaussianBall(3, 2.0, 0.5, 1.5): 4}) == MetricTerms("gaussian", 3, 0.5, 1.5, 2.0, 4)
+    assert MetricTerms.of({LaplaceStep(3, 2.0): 4}) == MetricTerms("step", 3, None, None, 2.0, 4)
+    assert MetricTerms.of({}) is None
+    with pytest.raises(TypeError, match="2 ways"):
+        MetricTerms.of({**planned, LaplaceStep(3, 2.0): 1})
+
+
+def test_the_statement_without_noise_and_radius_is_json() -> None:
+    plain = make_plan(config(hypotheses=1)).statement().to_json()
+    assert plain["metric"]["radius"] is None and plain["adjacency"] == "replace"
+    assert json.loads(json.dumps(plain, allow_nan=False)) == json.loads(json.dumps(plain))
 
 
 def test_the_statement_of_gaussian_noise() -> None:

@@ -20,7 +20,6 @@ from fairveil.errors import UserError
 from fairveil.privacy.choice import Score
 from fairveil.privacy.mechanisms import Mechanism
 from fairveil.privacy.release import Plain
-from fairveil.privacy.statement import MetricTerms
 from fairveil.privacy.training import NoisyTraining
 from fairveil.session import Facts, Offer, Pick, Session, Terms
 from fairveil.tasks import local_update
@@ -103,10 +102,6 @@ class Algorithm(BaseModel, ABC, Generic[S]):
     def serve(self, facts: Facts, state: S) -> Pick | Offer | Literal["personal"]:
         """Which model serves which client: a row for each, one of some by its own choice, or its own "model" in its
         personal state."""
-
-    def metric_terms(self, terms: Terms) -> MetricTerms | None:
-        """What the statement says of metric privacy; None: it is not what this system promises."""
-        return None
 
     def found(self, state: S) -> Found | None:
         """What a clustered system has found so far; None: it does not look for clusters."""

@@ -32,7 +32,7 @@ from fairveil.clustering import kmeans_from, plane_of
 from fairveil.errors import UserError
 from fairveil.privacy.mechanisms import Mechanism
 from fairveil.privacy.metric import GaussianBall, LaplaceBall, LaplaceStep, Sanitiser, diameter
-from fairveil.privacy.statement import VACUOUS, MetricTerms
+from fairveil.privacy.statement import VACUOUS
 from fairveil.session import Facts, Offer, Session, Terms
 from fairveil.tasks import personal_update
 
@@ -130,12 +130,6 @@ class MetricPFL(Algorithm[State]):
     def _most(self) -> int:
         return self.rounds if self.max_participations == "auto" else self.max_participations
 
-    def metric_terms(self, terms: Terms) -> MetricTerms:
-        law: Literal["laplace", "gaussian", "step"] = "step" if self.faithful else self.noise
-        n, r = terms.facts.parameters, terms.facts.clip_norm
-        spread = self.spread if self.hypotheses > 1 else None
-        return MetricTerms(law, self.hypotheses, n, r, spread, terms.noise_multiplier, self._most)
-
     def start(self, session: Session) -> State:
         models = torch.stack([session.initial_model(f"hypothesis {j}") for j in range(self.hypotheses)])
         if self.hypotheses > 1 and not diameter(models):  # a model that always starts alike: nothing to choose among
@@ -173,9 +167,9 @@ class MetricPFL(Algorithm[State]):
         apart = diameter(models)
         if self.spread is None or apart <= self.spread:
             return models
-        middle, nearer = models.double().mean(dim=0), self.spread / apart
+        middle, nearer, less = models.double().mean(dim=0), self.spread / apart, 0.999
         while diameter(found := (middle + nearer * (models.double() - middle)).to(models.dtype)) > self.spread:
-            nearer *= 0.999  # rounding to float32 has moved them apart again
+            nearer, less = nearer * less, less * less  # rounding to float32 has moved them apart again
         return found
 
     def _sampled(self, session: Session, state: State) -> np.ndarray:

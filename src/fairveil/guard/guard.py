@@ -17,9 +17,11 @@ and if requests of several runs come in turns (Haney et al., "Concurrent Composi
 Privacy with Adaptive Privacy-Loss Parameters", 2023); the tighter price of all mechanisms together need not hold. For
 the same reason a run that ends early keeps its whole price, from its first release on: when to stop may depend on what
 was seen. Within a run a server chooses the order, but not the multiset, and the price does not depend on the order.
-Neighbours are as in the policy. The budget is for the records of this folder, whatever is added to or taken from them
-later. A run that protects whole clients by noise of the server (`trust = "server"`) counts with the price of what is
-published, as the server has it; from the server itself nothing is hidden but what the bound cuts off.
+Neighbours are as in the policy. (A run under metric privacy is priced for all records of the client, replaced by any
+others, which bounds every relation; with `open_choice` in the policy, only as far as the choice stays the same.) The
+budget is for the records of this folder, whatever is added to or taken from them later. A run that protects whole
+clients by noise of the server (`trust = "server"`) counts with the price of what is published, as the server has it;
+from the server itself nothing is hidden but what the bound cuts off.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ from fairveil.plugins import load_object
 from fairveil.privacy.accounting import price
 from fairveil.privacy.ledger import Entry, Ledger
 from fairveil.privacy.mechanisms import Mechanism, canonical, events_of, from_canonical
+from fairveil.privacy.metric import Sanitiser
 from fairveil.privacy.moments import LEAST_DEVIATION
 from fairveil.privacy.release import Kept, Release, Reply, Share, digest_values
 from fairveil.provenance import versions
@@ -239,6 +242,11 @@ class Guard:
         if shared.keys() & each.keys():
             raise Refused(f"inputs {sorted(shared.keys() & each.keys())} are given twice")
         deployable.check(shared | each, run.bench.model.parameters)
+        if isinstance(mechanism, Sanitiser):
+            try:
+                mechanism.check(cast(Tensor, (shared | each)["models"]))
+            except ValueError as error:  # of what was sent alone
+                raise Refused(str(error)) from None
         before = job_digest(deployable.task, shared)
         asked_for = digest_values(each, before=mechanism_digest(mechanism, before))
         personal, version = self._personal(run, request, asked_for)

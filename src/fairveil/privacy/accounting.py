@@ -116,7 +116,7 @@ def calibrate(
         adjacency: as in `price`; so is the accountant.
     """
     if _metric(events_at(1.0)):  # whose epsilon falls as 1/z
-        _check(epsilon, delta or 0.5, adjacency, accountant)
+        _check_range("epsilon", epsilon, math.inf, 5.0)
         z = price(events_at(1.0), delta).epsilon / epsilon
         while price(events_at(z), delta).epsilon > epsilon:  # by rounding
             z *= 1 + 2.0**-50
@@ -157,14 +157,18 @@ def _metric(events: Events) -> list[tuple[MetricDpEvent, int]]:
     return found
 
 
+def _check_range(name: str, value: float, limit: float, fix: float) -> None:
+    if not 0 < value < limit:  # refuses NaN as well
+        raise UserError(
+            f"privacy.{name} = {value} is out of range.",
+            f"It must lie strictly between 0 and {limit}: no noise reaches 0, and {limit} promises nothing.",
+            f"privacy.{name} = {fix}",
+        )
+
+
 def _check(epsilon: float, delta: float, adjacency: Adjacency, accountant: Accountant) -> None:
-    for name, value, limit, fix in (("epsilon", epsilon, math.inf, 5.0), ("delta", delta, 1, 1e-5)):
-        if not 0 < value < limit:
-            raise UserError(
-                f"privacy.{name} = {value} is out of range.",
-                f"It must lie strictly between 0 and {limit}: no noise reaches 0, and {limit} promises nothing.",
-                f"privacy.{name} = {fix}",
-            )
+    _check_range("epsilon", epsilon, math.inf, 5.0)
+    _check_range("delta", delta, 1, 1e-5)
     if accountant == "rdp" and adjacency == "replace":
         raise UserError(
             'privacy.accountant = "rdp" does not go with privacy.adjacency = "replace".',

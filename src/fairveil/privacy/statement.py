@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from fairveil.privacy.accounting import Price
 from fairveil.privacy.mechanisms import Mechanism, without_leaks
+from fairveil.privacy.metric import Ball, GaussianBall, Sanitiser
 
 NoiseSource = Literal["reproducible", "secret", "clients", "server"]
 NOISE_SOURCES: Mapping[NoiseSource, str] = {
@@ -82,12 +83,37 @@ class MetricTerms:
     """What metric privacy promises, in numbers (see `fairveil.privacy.metric`)."""
 
     law: Literal["laplace", "gaussian", "step"]  # of the noise; "step": in proportion to the client's own step
-    hypotheses: int  # k
     parameters: int  # n
-    radius: float  # r
-    spread: float | None  # the most that two hypotheses lie apart; None: any distance
+    radius: float | None  # r; None: steps are not clipped
+    spread: float | None  # the most that two hypotheses lie apart, 0 if there is one; None: any distance
     noise_multiplier: float  # nu
     participations: int  # the most that a client may take part
+
+    @classmethod
+    def of(cls, planned: Mapping[Mechanism, int]) -> MetricTerms | None:
+        """The terms of what a client will release; None: nothing of it is under metric privacy.
+
+        Raises:
+            TypeError: it releases local models in several ways, for which there are no words.
+        """
+        found = [(mechanism, count) for mechanism, count in planned.items() if isinstance(mechanism, Sanitiser)]
+        if not found:
+            return None
+        if len(found) > 1:
+            raise TypeError(f"a client's local models are released in {len(found)} ways: one is what can be stated")
+        ((mechanism, count),) = found
+        radius = spread = None
+        if isinstance(mechanism, Ball):
+            radius, spread = (value if math.isfinite(value) else None for value in (mechanism.radius, mechanism.spread))
+        law: Literal["laplace", "gaussian", "step"] = "step"
+        if isinstance(mechanism, Ball):
+            law = "gaussian" if isinstance(mechanism, GaussianBall) else "laplace"
+        return cls(law, mechanism.dimension, radius, spread, mechanism.noise_multiplier, count)
+
+    @property
+    def farthest(self) -> float:
+        """The largest distance of two local models; of one hypothesis, where these may be any distance apart."""
+        return 2 * (self.radius or math.inf) + (self.spread or 0.0)
 
     @property
     def at_radius(self) -> float:
@@ -97,13 +123,13 @@ class MetricTerms:
     @property
     def chosen_freely(self) -> bool:
         """Whether the bound holds whatever a client chooses."""
-        return self.hypotheses == 1 or self.spread is not None
+        return self.spread is not None
 
     def guarantee(self, epsilon: float, delta: float) -> str:
         """In the words of the field."""
         if not self.noise_multiplier:
             return "NONE (epsilon is infinite): local models are sent without noise"
-        if self.law == "step":
+        if self.radius is None:
             each, in_all = self.at_radius / self.participations, self.at_radius
             return (
                 "NONE (epsilon is infinite): each client's noise is in proportion to the secret length of its own "
@@ -113,10 +139,9 @@ class MetricTerms:
         whom = "any two sets of records that it may hold"
         if not self.chosen_freely:
             whom += ", in every outcome in which both would have chosen the same hypotheses"
-        farthest = 2 * self.radius + (self.spread or 0.0)
         found = (
             f"what a client sends is ({rounded_up(epsilon)}, {delta!r})-indistinguishable for {whom}: their local "
-            f"models, as clipped, are at most {farthest:g} apart each time"
+            f"models, as clipped, are at most {self.farthest:g} apart each time"
         )
         if self.law == "laplace":
             found += (
@@ -149,7 +174,7 @@ class MetricTerms:
         return [("Promised", promised), ("Not promised", f"{NOTHING_FOR_ONE}. {CHOICE}")]
 
 
-MORE_FOR_ONE = "more for a single record or patient than for all of a client's together: there is no better bound"
+MORE_FOR_ONE = "more for a single record or patient than for all of a client's together: no better bound is proved"
 NOTHING_FOR_ONE = "anything for single records or patients: no number here says how well one of them is hidden"
 CHOICE = (
     "Which of the offered models a client takes, and so to which kind of clients it belongs, is not protected: models "
@@ -271,7 +296,6 @@ def make_statement(
     reference: bool,
     complete: bool,
     elsewhere: bool = False,
-    metric: MetricTerms | None = None,
 ) -> Statement:
     """The statement of a run.
 
@@ -283,15 +307,15 @@ def make_statement(
         planned, posted: by unit, in the same order, the smallest unit first.
         reference: whether models are trained without privacy, for evaluation.
         elsewhere: whether clients are on machines of their own.
-        metric: of metric privacy, what its words are made of.
     """
     kinds = sorted({mechanism.kind for releases in planned for mechanism in releases})
+    metric = MetricTerms.of(planned[0])  # all clients have the same
     return Statement(
         unit=unit,
         record=record,
         holders=holders,
         units=len(planned),
-        adjacency=price.adjacency,
+        adjacency=price.adjacency if metric is None else "replace",
         epsilon=price.epsilon,
         epsilon_without_leaks=noised,
         leaks=tuple(sorted({m.kind for releases in planned for m in releases.keys() - without_leaks(releases).keys()})),

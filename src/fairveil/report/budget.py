@@ -19,7 +19,6 @@ from fairveil.privacy.mechanisms import Mechanism, events_of, without_leaks
 from fairveil.privacy.statement import rounded_up
 from fairveil.reading import Run
 from fairveil.report.chart import COLOURS, Chart, legend_below, new_axes, styled
-from fairveil.report.metric import busiest
 
 MOST_PRICES = 24  # rounds for which a price is computed: the last, and others evenly spread
 
@@ -55,8 +54,8 @@ def spending(run: Run) -> Spending:
 def _worst(run: Run) -> int:
     """The unit whose plan costs most. Where something leaks all cost infinitely much, and the rest of it decides; under
     metric privacy all plans are alike, and what was done decides."""
-    if (busy := busiest(run)) is not None:
-        return busy
+    if run.metric is not None:
+        return run.busiest()
     worst = run.units.loc[run.units["epsilon"].astype(float).idxmax()]
     if math.isfinite(worst["epsilon"]):
         return int(worst["unit"])
@@ -150,7 +149,7 @@ def budget_by_round(run: Run, spent: Spending | None = None) -> Chart | None:
         for (_, row), top in zip(table.iterrows(), bottom, strict=True)
     ]
     whose = "the federation" if spent.unit < 0 else f"client {run.clients['name'].iloc[spent.unit]}"
-    chosen = "whose plan costs most" if run.statement.get("metric") is None else "which has sent most"
+    chosen = "whose plan costs most" if run.metric is None else "which has sent most"
     shared = (
         "Epsilons of metric privacy add up."
         if spent.planned.accountant == "sum"

@@ -132,14 +132,14 @@ class _Seen(NamedTuple):
                 "directions.",
                 "first principal direction of the updates", "second",
             )  # fmt: skip
-        metric = run.statement.get("metric") or {}
-        noisy = "noisy local models" if metric.get("noise_multiplier", 1) else "local models"
+        bare = run.metric is not None and not run.metric.noise_multiplier
+        noisy = "local models" if bare else "noisy local models"
         two = run.facts.get("parameters") == 2
         on = "their two parameters" if two else "the two directions in which they differ most"
         done, every = len(run.rounds), int(run.config.get("metrics", {}).get("every", 1))
         number = done if run.result is not None else done - done % every  # it is kept when a round is evaluated
         caption = (
-            f"What the server got in round {number}: {noisy} of {shown:,} clients, on {on}. Colours: "
+            f"What the server got in round {number}: {noisy} of {shown:,} clients that took part, on {on}. Colours: "
             "the clusters that it found; stars: the hypotheses that it made of them. Ellipses: two standard deviations "
             "of a cluster."
         )
@@ -191,7 +191,7 @@ def assignment_ribbon(run: Run) -> Chart | None:
     ]  # fmt: skip
     data = pd.DataFrame(segments).drop(columns="line")
     caption = f"{len(order):,} clients, one line each; the colour says which of {models} models serves it."
-    if run.statement.get("metric") is not None:
+    if run.metric is not None:
         caption += " All are offered all models, and each takes the one that fits its own training records best."
     return Chart("assignment", "Who is served by which model", caption, figure, data, marks)
 

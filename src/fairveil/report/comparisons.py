@@ -71,7 +71,7 @@ def over_budgets(sweep: Sweep, result: SweepResult, measure: str) -> Chart | Non
             as_percent(axes)
         kept_within(axes, "y", *_ends(metric))
         legend_below(figure, entries)
-    lower = "" if measure in MEASURES else " 0: the groups are treated alike; it is never below."
+    lower = "" if measure in MEASURES else " 0: no difference by this measure; it is never below."
     caption = f"Mean over seeds with its 95% interval (Student's t; {_counts(part)}).{lower}"
     title = f"{named[0].upper()}{named[1:]} against {across}"
     data = part[["variant", *sweep.keys, "n", "mean", "low", "high"]]

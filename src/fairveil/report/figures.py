@@ -46,8 +46,8 @@ def scores_by_round(runs: Sequence[Run], title: str | None = None) -> Chart | No
 
 def clipped_by_round(runs: Sequence[Run]) -> Chart | None:
     """The share of contributions that were longer than the clip norm, over the rounds."""
-    metric = runs[0].statement.get("metric")
-    if metric is not None and metric["law"] == "step":  # nothing is ever clipped
+    metric = runs[0].metric
+    if metric is not None and metric.radius is None:  # nothing is ever clipped
         return None
     what = (
         "Of the records' gradients (under client-level privacy: of the clients' updates), how many were longer than "
@@ -55,7 +55,7 @@ def clipped_by_round(runs: Sequence[Run]) -> Chart | None:
     )
     if metric is not None:
         what = (
-            f"Of the steps of the clients that took part, how many were longer than the radius, {metric['radius']:g}. "
+            f"Of the steps of the clients that took part, how many were longer than the radius, {metric.radius:g}. "
             "Near 100%: the radius decides how far every client moves."
         )
     return _by_round(

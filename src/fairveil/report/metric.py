@@ -25,22 +25,6 @@ BINS = 40
 BLACK = "#000000"
 
 
-def metric_terms(run: Run) -> MetricTerms | None:
-    """What metric privacy promises in this run; None: it promises something else."""
-    terms = run.statement.get("metric")
-    return None if terms is None else MetricTerms(**terms)
-
-
-def busiest(run: Run) -> int | None:
-    """The client that has sent most, the first of several; None: metric privacy is not what is promised."""
-    if metric_terms(run) is None:
-        return None
-    releases = run.metric_releases()
-    if releases is None:  # Gaussian noise
-        return max(range(len(run.clients)), key=lambda client: len(run.posted(client)))
-    return int(releases["client"].value_counts(sort=False).sort_index().idxmax()) if len(releases) else 0
-
-
 def metric_budget_by_round(run: Run) -> Chart | None:
     """The largest budget that any client of a group has spent up to each round, and the median over all clients."""
     spent = _cumulative(run)
@@ -96,7 +80,7 @@ def metric_budget_by_round(run: Run) -> Chart | None:
 
 def metric_budget_histogram(run: Run) -> Chart | None:
     """How the budgets are spread over the clients so far, with their median and maximum."""
-    spent, terms = _cumulative(run), metric_terms(run)
+    spent, terms = _cumulative(run), run.metric
     if spent is None or terms is None:
         return None
     budgets = spent.iloc[-1].to_numpy()
@@ -149,7 +133,7 @@ def metric_budget_histogram(run: Run) -> Chart | None:
 
 def step_lengths(run: Run) -> Chart | None:
     """How long the steps of the clients are over the rounds, by group, against the radius."""
-    terms = metric_terms(run)
+    terms = run.metric
     steps = pd.DataFrame() if terms is None else run.scores("step", split="train", model=training_task(run))
     if terms is None or steps.empty or steps.isna().all().all():
         return None
@@ -173,7 +157,7 @@ def step_lengths(run: Run) -> Chart | None:
             marks += [
                 (axes, float(row["round"]), row["median"], _step_told(one.name, row)) for _, row in parts[-1].iterrows()
             ]
-        if terms.law != "step":
+        if terms.radius is not None:
             radius = axes.axhline(terms.radius, color=BLACK, linestyle="--", linewidth=1.2)
             entries.append((radius, f"radius {terms.radius:g}"))
         data = pd.concat(parts, ignore_index=True)
@@ -206,21 +190,23 @@ def _step_told(name: str, row: Any) -> str:
 
 def _of_radius(terms: MetricTerms) -> str:
     """What the radius does, given the steps."""
-    if terms.law == "step":
-        return "Nothing is clipped; the noise is in proportion to these lengths, and gives them away."
+    if terms.radius is None:
+        noise = "; the noise is in proportion to these lengths, and gives them away" if terms.noise_multiplier else ""
+        return f"Nothing is clipped{noise}."
     if not terms.noise_multiplier:
         return "Longer steps than the radius are shortened to it."
     many = math.sqrt(terms.parameters) if terms.law == "gaussian" else 1.0
+    price = "and a larger epsilon, since the spread stays" if terms.spread else "for the same epsilon"
     return (
         f"Longer steps than the radius are shortened to it, and every step gets noise of about the length "
         f"{terms.noise_multiplier * terms.radius * many:.3g}, in proportion to the radius. If steps stay far below it, "
-        "a smaller one gives less noise for the same epsilon; choosing it by this figure is not priced."
+        f"a smaller one gives less noise {price}; choosing it by this figure is not priced."
     )
 
 
 def _cumulative(run: Run) -> pd.DataFrame | None:
     """What each client has spent after each round (rounds, clients), at the radius; None: there is no such number."""
-    terms = metric_terms(run)
+    terms = run.metric
     releases = None if terms is None or not terms.noise_multiplier else run.metric_releases()
     if releases is None or releases.empty:
         return None
@@ -231,18 +217,17 @@ def _cumulative(run: Run) -> pd.DataFrame | None:
 
 def _counted(run: Run) -> str:
     """How it is counted, and what that says."""
-    terms = metric_terms(run)
+    terms = run.metric
     if terms is None:
         return ""
-    if terms.law == "step":
+    if terms.radius is None:
         return (
             "Counted as Galli et al. (2023) do, at the distance of each client's own step: that is not proved, and not "
             "a guarantee."
         )
-    times = 2 + (terms.spread or 0.0) / terms.radius if terms.hypotheses > 1 else 2.0
     return (
         f"Counted as Galli et al. (2023) do, at the distance {terms.radius:g}, the radius. The guarantee is for "
-        f"the distance {times * terms.radius:g}: its epsilon is {rounded_up(times)} times as large."
+        f"the distance {terms.farthest:g}: its epsilon is {rounded_up(terms.farthest / terms.radius)} times as large."
     )
 
 
