@@ -11,8 +11,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import norm
 
 import fairveil
 from fairveil.contract import check_algorithm
@@ -353,6 +355,27 @@ def test_what_is_said_of_metric_privacy_holds() -> None:
         assert (noisy[what] * noisy[NOISE]).std() / (noisy[what] * noisy[NOISE]).mean() < 0.15
     by_count = charges.groupby([NOISE, HYPOTHESES])["rmse_mean"].mean().unstack()
     assert (by_count[3] < by_count[1]).all()
+    text = " ".join((ROOT / "docs/metric-privacy.md").read_text().split())
+    scales = {"majority": math.hypot(5.0, 6.0), "minority": -math.hypot(4.0, -4.5)}  # x.theta ~ N(0, |theta|^2)
+    for group, scale in scales.items():
+        u = np.linspace(0, 1, 100_001)  # a loan where x.theta + u >= 0; of the minority where it is <= 0
+        assert f"{norm.cdf(u / scale).mean():.3f} in the {group}" in text
+
+
+def test_of_exported_models_the_best_can_be_taken(tmp_path: Path) -> None:
+    """The line of docs/metric-privacy.md: for each kind of clients another one."""
+    result = fairveil.start_run(fairveil.load_config(ROOT / "examples/metric-privacy/synthetic.toml"), runs=tmp_path)
+    exported = fairveil.export_run(fairveil.load_run(result.folder))
+    paths = [path for path in exported.files if path.suffix == ".safetensors"]
+    line = block("docs/metric-privacy.md", "python")
+    federation, taken = fairveil.load_config(ROOT / "examples/metric-privacy/synthetic.toml").build_federation(), []
+    for client in (0, 999):
+        records = federation.load(client).train
+        names = {"fairveil": fairveil, "paths": paths, "x": records.x, "y": records.y}
+        exec(line, names)
+        (weights,) = (value.flatten().tolist() for value in names["model"].state_dict().values())  # type: ignore[attr-defined]
+        taken.append(weights)
+    assert taken == [pytest.approx([5, 6], abs=0.3), pytest.approx([4, -4.5], abs=0.3)]
 
 
 def test_the_pull_in_the_document_is_that_of_the_sweep() -> None:
