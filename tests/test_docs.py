@@ -272,11 +272,11 @@ def rows_of_hypotheses() -> list[str]:
     return rows
 
 
-def rows_of_errors(name: str) -> list[str]:
+def rows_of_errors() -> list[str]:
     """RMSE: noise down, hypotheses across."""
     return [
         f"| {nu:g} | {' | '.join(spread_of(runs['rmse_mean']) for _, runs in part.groupby(HYPOTHESES))} |"
-        for nu, part in finished(name).groupby(NOISE)
+        for nu, part in finished("metric-charges").groupby(NOISE)
     ]
 
 
@@ -330,8 +330,7 @@ def rows_of_epsilons() -> list[str]:
 def metric_tables() -> list[list[str]]:
     """Every table of results in docs/metric-privacy.md, in their order."""
     return [
-        rows_of_hypotheses(), rows_of_errors("metric-charges"), rows_of_budgets(),
-        rows_of_errors("metric-charges-faithful"), rows_of_epsilons(), rows_of_fairness("metric-loans"),
+        rows_of_hypotheses(), rows_of_errors(), rows_of_budgets(), rows_of_epsilons(), rows_of_fairness("metric-loans"),
         rows_of_fairness("metric-parity"), rows_of_handwriting(),
     ]  # fmt: skip
 
