@@ -361,6 +361,12 @@ def test_what_is_said_of_metric_privacy_holds() -> None:
         assert f"{norm.cdf(u / scale).mean():.3f} in the {group}" in text
 
 
+def test_the_charges_in_the_readme_are_those_of_the_sweep() -> None:
+    runs = finished("metric-charges").query(f"`{NOISE}` == 1").groupby(HYPOTHESES)["rmse_mean"].mean()
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"is off by {runs[1]:.3f} (RMSE of a logarithm), five" in readme and f"chooses by {runs[5]:.3f}," in readme
+
+
 def test_of_exported_models_the_best_can_be_taken(tmp_path: Path) -> None:
     """The line of docs/metric-privacy.md: for each kind of clients another one."""
     result = fairveil.start_run(fairveil.load_config(ROOT / "examples/metric-privacy/synthetic.toml"), runs=tmp_path)
