@@ -140,8 +140,8 @@ class MetricPFL(Algorithm[State]):
         return State(models, np.zeros(clients, int), np.full(clients, -1), nobody, plane_of(models))
 
     def round(self, session: Session, state: State) -> State:
-        asked = self._sampled(session, state)
-        replies = session.ask(
+        asked = self._sampled(session, state)  # SampleUserSubset(U)
+        replies = session.ask(  # BroadcastParameterVectors; there: the best of them, LocalUpdate, SanitizeUpdate
             personal_update, asked, mechanism=self.sanitiser,
             shared={
                 "models": state.models,
@@ -151,13 +151,12 @@ class MetricPFL(Algorithm[State]):
             },
         )  # fmt: skip
         sent = torch.stack([cast(Tensor, reply["model"]) for reply in replies])
-        here = sent.isfinite().all(dim=1)  # without those that did not answer
-        asked, sent = asked[here.numpy()], sent[here]
-        label, models = kmeans_from(sent, state.models)  # the mean of each cluster; one without members stays
-        models = self._together(models)
         participations, cluster = state.participations.copy(), state.cluster.copy()
-        participations[asked] += 1
-        cluster[asked] = label
+        participations[asked[~sent.isnan().all(dim=1).numpy()]] += 1  # without those that did not answer
+        usable = sent.isfinite().all(dim=1)
+        asked, sent = asked[usable.numpy()], sent[usable]
+        cluster[asked], models = kmeans_from(sent, state.models)  # the mean of each cluster; one without members stays
+        models = self._together(models)
         shown = np.unique(np.linspace(0, len(asked) - 1, min(SHOWN, len(asked))).round().astype(int))
         plane = plane_of(torch.cat([sent[shown], models]))
         return State(models, participations, cluster, asked[shown], plane)
