@@ -367,6 +367,13 @@ def test_a_sweep_of_nothing_but_seeds_is_one_setting(swept: Callable[..., SweepF
     assert [text for *_, text in front.marks] == ["trial: mean 60.0%, worst group 40.0%"]
 
 
+def test_a_single_variant_is_not_named_where_the_grid_tells_settings_apart(swept: Callable[..., SweepFolder]) -> None:
+    """Its name would leave no room in a legend for what differs."""
+    grid = EPSILONS | {"algorithm.rounds": [1, 2]}
+    budget = figures(swept(lambda cell: (0.5, 0.4), grid=grid, variants=VARIANTS[:1]))[0]
+    assert budget is not None and {text.partition(",")[0] for *_, text in budget.marks} == {"rounds 1", "rounds 2"}
+
+
 def test_an_infinite_price_is_no_guarantee_for_all(swept: Callable[..., SweepFolder]) -> None:
     privacy = {"name": "plain", "set": {"privacy": {"noise_multiplier": 0.0, "delta": 1e-3}}}
     folder = swept(lambda cell: (0.5, 0.4), variants=[VARIANTS[0], privacy])

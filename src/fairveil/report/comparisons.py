@@ -208,7 +208,8 @@ def _across(sweep: Sweep) -> str | None:
 
 def _label(row: Any, keys: Sequence[str], sweep: Sweep) -> str:
     """A setting in a few words."""
-    named = [str(row["variant"])] if sweep.config.variants else []
+    alone = 1 if keys else 0  # a single variant says nothing by its name, if there is something else to tell apart
+    named = [str(row["variant"])] if len(sweep.config.variants) > alone else []
     values = [f"{sweep.short[k]} {row[k] if isinstance(row[k], str) else shown(_plain(row[k]))}" for k in keys]
     return ", ".join([*named, *values]) or sweep.name
 
