@@ -22,12 +22,9 @@ test: install
 test-all: install
 	$(BIN)/python -m pytest -m "not flower" -n 2
 
-# federations on this machine's own address; each process is stopped by its id. What fails is shown, and tried once more:
-# processes are killed at real moments, and Flower may wait for the rest of a message that a killed client was sending.
-FLOWER := -m flower tests/flower tests/engine/test_ray.py
+# federations on this machine's own address; each process is stopped by its id
 test-flower: install
-	timeout 900 $(BIN)/python -m pytest $(FLOWER) -n 2 --dist loadfile || \
-	timeout 600 $(BIN)/python -m pytest $(FLOWER) --last-failed --last-failed-no-failures none
+	timeout 900 $(BIN)/python -m pytest -m flower -n 2 --dist loadfile tests/flower tests/engine/test_ray.py
 
 # about a quarter of an hour on a machine that does nothing else
 bench: install
