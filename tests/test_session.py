@@ -26,6 +26,9 @@ FACTS = Facts(np.array([4, 4, 4]), np.array([0, 0, 1]), (2,), 2, 6, 1.0)
 ROWS = Records(torch.randn(4, 2, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 0, 1]))
 
 
+MEMBER = Member(ClientData(ROWS, ROWS), SPEC.build(), {}, None, {}, (0,), MINT)
+
+
 class InlineEngine:
     """Runs a task here, one client at a time, in the order that is asked for."""
 
@@ -139,7 +142,7 @@ def test_an_unpriced_value_is_a_type_error(make: Callable[..., Session], leak: A
 
 
 def test_a_share_does_not_pass_through_ask(make: Callable[..., Session]) -> None:
-    share, _ = sums().share({"update": torch.ones(6)})
+    share, _ = sums().share({"update": torch.ones(6)}, MEMBER)
     with pytest.raises(TypeError, match=r"answered with Share, which has no price"):
         make().ask(answering(share), FACTS.clients, shared=INPUTS)
 
@@ -316,11 +319,33 @@ def test_a_cohort_is_priced_at_the_rate_it_was_drawn_at(make: Callable[..., Sess
 
 def test_only_shares_of_this_mechanism_are_summed(make: Callable[..., Session]) -> None:
     session = make()
-    foreign, _ = sums(0.5).share({"update": torch.ones(6)})
+    foreign, _ = sums(0.5).share({"update": torch.ones(6)}, MEMBER)
     for leak in (Kept(), Public({"update": torch.ones(6)}), foreign, torch.ones(6)):
         with pytest.raises(TypeError, match="has no price"):
             session.sum(answering(leak), session.cohort(1.0), sums(), shared=PLAIN)
     assert session._ledger.entries() == []
+
+
+class Measuring(CohortSums):
+    """Has something to say about a sum."""
+
+    def finish(self, exact: Any, stream: Any, silent: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        return super().finish(exact, stream, silent)[0], {"silent": float(silent)}
+
+
+def test_what_is_measured_of_a_sum_goes_to_the_table_of_the_federation(make: Callable[..., Session]) -> None:
+    """Once the sum is in the ledger, and not to the algorithm. CohortSums itself has nothing to say."""
+    mechanism = Measuring(sums().parts, 1.0)
+    session = make(plan={FEDERATION: {mechanism: 1, sums(): 1}})
+    noisy = session.sum(bounded_update, session.cohort(1.0), mechanism, shared=PLAIN)
+    assert set(noisy) == {"update"}
+    assert [seen for seen in SEEN if seen[0] == FEDERATION] == [(FEDERATION, "bounded_update, sum 2", {"silent": 0.0})]
+    SEEN.clear()
+    with pytest.raises(PrivacyError):  # planned once
+        session.sum(bounded_update, session.cohort(1.0), mechanism, shared=PLAIN)
+    assert SEEN == []
+    session.sum(bounded_update, session.cohort(1.0), sums(), shared=PLAIN)
+    assert {client for client, *_ in SEEN} == {0, 1, 2}
 
 
 # ---- rounds and digests ----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from fairveil.algorithms import find_algorithm
 from fairveil.algorithms.base import Algorithm, Unit
 from fairveil.data.datasets import build_federation, check_dataset
 from fairveil.data.federation import Federation
+from fairveil.data.server import check_server, with_server
 from fairveil.errors import UserError
 from fairveil.models import ModelSpec, check_model
 from fairveil.options import parse, shown
@@ -45,6 +46,21 @@ class DataConfig(Section):
     options: dict[str, Any] = {}
     split: dict[str, Any] | None = Field(None, examples=[{"kind": "iid", "clients": 10}])
     sizes: Literal["rounded", "public"] = "rounded"
+
+
+class ServerConfig(Section):
+    """Public records, which the server holds and algorithms see without labels."""
+
+    dataset: str = Field(examples=["usps"])
+    options: dict[str, Any] = {}
+    records: int | None = Field(None, ge=1, examples=[1000])  # of its training rows, drawn by the seed; None: all
+    judge: bool = True  # models are tested on its test records; false: on the clients' own
+
+
+class RunDataConfig(DataConfig):
+    """The records of a run: the clients', and the server's if it has any."""
+
+    server: ServerConfig | None = None
 
 
 class NamedConfig(Section):
@@ -153,7 +169,7 @@ class RunConfig(Section):
     schema_version: Literal[1] = 1
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(0, ge=0, lt=2**63)
-    data: DataConfig
+    data: RunDataConfig
     model: ModelConfig
     algorithm: AlgorithmConfig
     privacy: PrivacyConfig
@@ -169,13 +185,14 @@ class RunConfig(Section):
         """
         cls = find_algorithm(self.algorithm.name)
         algorithm = parse(cls, self.algorithm.options, "algorithm")
-        if self.privacy.unit not in (None, cls.unit):
+        if self.unit not in (cls.unit, *cls.other_units):
+            known = " or ".join(f"each {unit}" for unit in (cls.unit, *cls.other_units))
             raise UserError(
                 f"privacy.unit = {shown(self.privacy.unit)} is not what {self.algorithm.name} protects.",
-                f"It protects each {cls.unit}; the statement would promise something else than was done.",
+                f"It protects {known}; the statement would promise something else than was done.",
                 f"privacy.unit = {shown(cls.unit)}, or another algorithm (fairveil list algorithms)",
             )
-        if not self.privacy.delta and cls.unit != "metric":
+        if not self.privacy.delta and self.unit != "metric":
             if "delta" in self.privacy.model_fields_set:
                 raise no_probability(0.0)
             raise UserError(
@@ -183,7 +200,7 @@ class RunConfig(Section):
                 f"What {self.algorithm.name} guarantees may fail with this chance. Nothing was run.",
                 "privacy.delta = 0.0001",
             )
-        if self.privacy.trust is not None and cls.unit != "client":
+        if self.privacy.trust is not None and not (self.unit == "client" or cls.pooled):
             raise UserError(
                 f"privacy.trust = {shown(self.privacy.trust)} makes no sense with {self.algorithm.name}.",
                 "Its clients add the noise themselves, and need to trust nobody.",
@@ -191,9 +208,20 @@ class RunConfig(Section):
             )
         return algorithm
 
+    @property
+    def unit(self) -> Unit:
+        """What is protected: as the config says, or what the algorithm protects by itself."""
+        return self.privacy.unit or find_algorithm(self.algorithm.name).unit
+
     def build_federation(self) -> Federation:
-        """The clients and their data."""
-        return build_federation(self.data.dataset, self.data.options, self.data.split, self.seed)
+        """The clients and their data, and the server's if it has any."""
+        data, server = self.data, self.data.server
+        federation = build_federation(data.dataset, data.options, data.split, self.seed)
+        if server is None:
+            return federation
+        clients, _ = check_dataset(data.dataset, data.options, data.split)
+        held = check_server(server.dataset, server.options, clients)
+        return with_server(federation, clients, held, records=server.records, judge=server.judge, seed=self.seed)
 
     def model_spec(self, federation: Federation) -> ModelSpec:
         """How to build the model for this federation's records."""
@@ -239,7 +267,9 @@ class RunConfig(Section):
 
     def code(self) -> str:
         """A short hash of the code that decides the result: this version, and the files of the user's own classes."""
-        names = [name for name in (self.data.dataset, self.model.name, self.algorithm.name) if ":" in name]
+        named = [self.data.dataset, self.model.name, self.algorithm.name]
+        named += [self.data.server.dataset] if self.data.server else []
+        names = [name for name in named if ":" in name]
         text = " ".join([version("fairveil"), *map(source_digest, names)])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -284,7 +314,9 @@ def make_config(values: Mapping[str, Any], settings: Sequence[str] = ()) -> RunC
     config = parse(RunConfig, plain)
     # what can be checked without the data is checked here, not when the run is under way
     config.build_algorithm()
-    check_dataset(config.data.dataset, config.data.options, config.data.split)
+    clients, _ = check_dataset(config.data.dataset, config.data.options, config.data.split)
+    if config.data.server is not None:
+        check_server(config.data.server.dataset, config.data.server.options, clients)
     check_model(config.model.name, config.model.options)
     if config.data.dataset == "clients":
         _check_elsewhere(config)

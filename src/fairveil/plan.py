@@ -26,9 +26,18 @@ from fairveil.privacy.accounting import (
 )
 from fairveil.privacy.gradients import path_of
 from fairveil.privacy.ledger import FEDERATION, Ledger
-from fairveil.privacy.mechanisms import Mechanism, Releases, canonical, events_of, without_leaks
+from fairveil.privacy.mechanisms import Mechanism, Releases, Sharers, canonical, events_of, without_leaks
 from fairveil.privacy.metric import GaussianBall, Sanitiser
-from fairveil.privacy.statement import SECURE_SUM, NoiseSource, Statement, json_number, make_statement
+from fairveil.privacy.statement import (
+    SECURE_SUM,
+    SHARED_DRAW,
+    SHARED_NOISE,
+    SHARED_SUM,
+    NoiseSource,
+    Statement,
+    json_number,
+    make_statement,
+)
 from fairveil.session import Facts, Terms
 from fairveil.store import UnitPlan
 
@@ -37,9 +46,6 @@ SIZES_PUBLIC = {
     "rounded": "declared, rounded down to a grid of 24 per decade",
 }
 SIZES_ELSEWHERE = "declared by each client: rounded down to a grid of 24 per decade, or exact if its policy says so"
-_ADDED_BY: Mapping[Unit, NoiseSource] = {  # where clients are elsewhere
-    "record": "clients", "client": "server", "metric": "clients",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,16 @@ class Plan:
     def terms(self) -> dict[int, Terms]:
         """The terms of every protected unit: of each client, or of the federation."""
         return {u.unit: Terms(self.facts, u.size, u.noise_multiplier) for u in self.units}
+
+    @property
+    def unit(self) -> Unit:
+        """What is protected."""
+        return self.facts.unit
+
+    @property
+    def pooled(self) -> bool:
+        """Whether what is published are sums over all clients."""
+        return is_pooled(self.algorithm, self.facts)
 
     @cached_property
     def releases(self) -> dict[int, Counter[Mechanism]]:
@@ -81,7 +97,7 @@ class Plan:
     def note(self) -> str | None:
         """What the user may want to know beforehand: that the model will be slow, and why; that clusters may hide."""
         notes = [self.algorithm.caution(sorted(self.terms.values(), key=lambda terms: terms.size or 0))]
-        obstacle = path_of(self.model).obstacle if self.algorithm.unit == "record" else None
+        obstacle = path_of(self.model).obstacle if self.unit == "record" and not self.pooled else None
         if obstacle:
             notes.append(
                 "Per-record gradients of this model go through torch.func.vmap, the slower way: there is no "
@@ -103,7 +119,7 @@ class Plan:
     @property
     def holders(self) -> int:
         """How many clients' releases tell of one protected unit."""
-        return unit_holders(self.algorithm, self.federation)
+        return unit_holders(self.algorithm, self.federation, self.facts)
 
     @property
     def price(self) -> Price:
@@ -152,7 +168,8 @@ class Plan:
         noised = [without_leaks(releases) for releases in self.releases.values()]
         prices = _prices(noised, self.config.privacy, self.holders) if any(noised) else []
         return make_statement(
-            unit=self.algorithm.unit,
+            unit=self.unit,
+            pooled=self.pooled,
             record=self.federation.record,
             holders=self.federation.holders,
             price=self.price,
@@ -160,13 +177,31 @@ class Plan:
             spent=spent,
             planned=[self.releases[unit] for unit in by_size],
             posted=None if posted is None else [posted.get(unit, {}) for unit in by_size],
-            trust=SECURE_SUM if self.config.privacy.trust == "secure-sum" else self.algorithm.trust,
-            noise=_ADDED_BY[self.algorithm.unit] if elsewhere else self.config.privacy.noise,
+            trust=self._trust(),
+            noise=self._added_by() if elsewhere else self.config.privacy.noise,
             public=public,
             reference=self.config.fairness.reference is not None,
             complete=complete,
             elsewhere=elsewhere,
         )
+
+    @property
+    def _sharers(self) -> Sharers | None:
+        """The clients that make the noise of a sum together; None: it is not made so."""
+        found = (getattr(mechanism, "noised_by", None) for each in self.releases.values() for mechanism in each)
+        return next((sharers for sharers in found if sharers is not None), None)
+
+    def _trust(self) -> str:
+        secure = self.config.privacy.trust == "secure-sum"
+        if self._sharers is None:
+            return SECURE_SUM if secure else self.algorithm.trust
+        drawn = any(getattr(mechanism, "sample_rate", 1.0) < 1 for each in self.releases.values() for mechanism in each)
+        words = {"sum": SHARED_SUM[secure], "draw": SHARED_DRAW if drawn else ""}
+        return SHARED_NOISE.format(clients=self._sharers.clients, tolerated=self._sharers.tolerated, **words)
+
+    def _added_by(self) -> NoiseSource:
+        """Whose randomness the noise is, where clients are on machines of their own."""
+        return "server" if self.pooled and self._sharers is None else "clients"
 
     def to_json(self) -> dict[str, Any]:
         """What will be sent, how often, with what noise, and what it costs."""
@@ -201,7 +236,7 @@ def make_plan(config: RunConfig) -> Plan:
     protected = protected_units(algorithm, facts)
     _check_scope(algorithm, terms, set(protected))
     privacy = config.privacy
-    holders = unit_holders(algorithm, federation)
+    holders = unit_holders(algorithm, federation, facts)
 
     def releases_at(unit: int, z: float) -> Counter[Mechanism]:
         return all_releases(algorithm, federation, replace(terms[unit], noise_multiplier=z))
@@ -257,13 +292,24 @@ def _solve(
 
 
 def protected_units(algorithm: Algorithm[Any], facts: Facts) -> list[int]:
-    """Client level: one ledger for the federation. Otherwise one for each client."""
-    return [FEDERATION] if algorithm.unit == "client" else facts.clients.tolist()
+    """Of sums over clients: one ledger, the federation's. Otherwise one for each client."""
+    return [FEDERATION] if is_pooled(algorithm, facts) else facts.clients.tolist()
 
 
-def unit_holders(algorithm: Algorithm[Any], federation: Federation) -> int:
-    """Record level: how many clients hold one original record; what they all release tells of it."""
-    return federation.holders if algorithm.unit == "record" else 1
+def is_pooled(algorithm: Algorithm[Any], facts: Facts) -> bool:
+    """Whether what is published are sums over all clients."""
+    return facts.unit == "client" or algorithm.pooled
+
+
+def unit_holders(algorithm: Algorithm[Any], federation: Federation, facts: Facts) -> int:
+    """How often what one unit releases has to be counted, where several clients hold one original record.
+
+    What h holders release one by one is h releases. In one sum they may all move the same way: h times as far, which
+    costs a Gaussian as much as h^2 releases.
+    """
+    if facts.unit != "record":
+        return 1
+    return federation.holders**2 if is_pooled(algorithm, facts) else federation.holders
 
 
 def materials(
@@ -278,7 +324,7 @@ def materials(
     federation = config.build_federation()
     _check_fairness(config, federation)
     model = config.model_spec(federation).build()
-    if algorithm.unit == "record":
+    if config.unit == "record" and not algorithm.pooled:
         path_of(model)  # refuses what has no per-record gradients
     facts = Facts(
         size=nominal_sizes(federation.size, config.data.sizes),
@@ -288,13 +334,14 @@ def materials(
         parameters=model.parameters,
         clip_norm=config.privacy.clip_norm,
         adjacency=config.privacy.adjacency,
+        unit=config.unit,
     )
 
     def noise(variant: Algorithm[Any], size: int) -> float:
         def releases_at(z: float) -> Counter[Mechanism]:
             return all_releases(variant, federation, Terms(facts, size, z))
 
-        return _solve({size: releases_at}, config.privacy, unit_holders(variant, federation))[size]
+        return _solve({size: releases_at}, config.privacy, unit_holders(variant, federation, facts))[size]
 
     found = algorithm.settled(facts, noise) if settled is None else algorithm.model_copy(update=settled)
     return found, federation, model, facts
@@ -334,22 +381,24 @@ def _check_budget(privacy: PrivacyConfig, epsilon: float) -> None:
 def _check_delta(config: RunConfig, algorithm: Algorithm[Any], federation: Federation, facts: Facts) -> None:
     """Below 1/n for every client (record level), or for the number of clients."""
     delta = config.privacy.delta
-    if algorithm.unit == "record" and federation.originals is not None and federation.holders > 1:
+    if facts.unit == "record" and federation.originals is not None and federation.holders > 1:
         count, who = federation.originals, f"Overlapping clients hold {federation.originals:,} different records"
-    elif algorithm.unit == "record":
+    elif facts.unit == "record":
         # A rounded size may stand for any up to the next on the grid. Clients elsewhere round by their own policies.
         exact = config.data.sizes == "public" and not federation.elsewhere
-        count = int(facts.size.max() * (1 if exact else 10 ** (1 / GRID_PER_DECADE)))
-        who = f"The largest client has {'' if exact else 'up to '}{count:,} records"
+        whose, held = ("All clients together have", facts.size.sum()) if algorithm.pooled else (
+            "The largest client has", facts.size.max())
+        count = int(held * (1 if exact else 10 ** (1 / GRID_PER_DECADE)))
+        who = f"{whose} {'' if exact else 'up to '}{count:,} records"
     else:
         count, who = len(facts.size), f"There are {len(facts.size):,} clients"
-    if algorithm.unit == "metric" and not delta:
+    if facts.unit == "metric" and not delta:
         return  # whether one is needed, the price of what is released will say
     if delta >= 1 / count:
         raise UserError(
             f"privacy.delta = {delta:g} is too large.",
             f"{who}; delta must stay below 1/n = {1 / count:.2g},\n"
-            f"or whole {'records' if algorithm.unit == 'record' else 'clients'} could be published and still satisfy "
+            f"or whole {'records' if facts.unit == 'record' else 'clients'} could be published and still satisfy "
             "the guarantee.",
             f"privacy.delta = {_below(count)}",
         )
@@ -394,7 +443,7 @@ def _check_scope(algorithm: Algorithm[Any], terms: Mapping[int, Terms], protecte
     outside = next((t for unit, t in terms.items() if unit not in protected and algorithm.releases(t)), None)
     if outside is not None:
         raise TypeError(
-            f"{type(algorithm).__name__} protects each {algorithm.unit} but declares releases of "
+            f"{type(algorithm).__name__} {'sums over clients' if outside.size else 'has no sums'} but declares releases of "
             f"{'the federation' if outside.size is None else 'single clients'}, which that price does not cover"
         )
 

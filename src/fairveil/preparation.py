@@ -64,7 +64,7 @@ def share_moments(members: Sequence[Member]) -> list[Reply]:
         pairs = cast(Tensor, member.inputs["columns"]).tolist()
         columns = tuple((column, None if missing < 0 else missing) for column, missing in pairs)
         mean = contributions(member.data.train.x, columns).mean(dim=0)
-        replies.append(Reply(cast(CohortSums, member.mechanism).share({"moments": mean})[0]))
+        replies.append(Reply(cast(CohortSums, member.mechanism).share({"moments": mean}, member)[0]))
     return replies
 
 

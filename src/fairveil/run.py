@@ -128,9 +128,9 @@ class Place:
         """What runs the tasks of this run on these records."""
         spec, engine = plan.config.model_spec(federation), plan.config.engine
         block = engine.block
-        if block is None and plan.algorithm.unit == "record":  # client-level tasks take one client after the other
+        if block is None and plan.unit == "record" and not plan.pooled:  # others take one client after the other
             block = best_block(plan.model)
-        elif block is None and plan.algorithm.unit == "metric":  # all that they send is there at once, in float64
+        elif block is None and plan.unit == "metric":  # all that they send is there at once, in float64
             block = max(1, min(64, (1 << 22) // plan.facts.parameters))
         root, workers = self.root(plan, store), engine.workers
         if engine.kind == "ray":
@@ -343,7 +343,7 @@ def _scales(plan: Plan, store: Store, place: Place) -> tuple[np.ndarray, np.ndar
             plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=plan.config.seed,
             root=place.root(plan, store), personal={}, observe=lambda *measured: None, stage="preparation",
         )  # fmt: skip
-        return feature_statistics(standardise, session, federation=plan.algorithm.unit == "client")
+        return feature_statistics(standardise, session, federation=plan.pooled)
 
 
 def _finish(plan: Plan, store: Store, state: object) -> RunResult:
@@ -413,12 +413,12 @@ class _Gauge:
     def __init__(self, plan: Plan, store: Store) -> None:
         self.plan, self.store = plan, store
         mechanisms = {canonical(m): m for releases in plan.releases.values() for m in releases}
-        known = plan.config.privacy.adjacency == "add-remove" and plan.algorithm.unit != "metric"
+        known = plan.config.privacy.adjacency == "add-remove" and plan.unit != "metric"
         self.curves = {what: plan.holders * rdp_curve(m.event) for what, m in mechanisms.items() if known}
 
     def report(self, number: int, summary: Summary | None) -> RoundReport:
         privacy, spent = self.plan.config.privacy, self.plan.price.epsilon
-        if self.plan.algorithm.unit == "metric":
+        if self.plan.unit == "metric":
             spent = self.plan.spent(self.store.ledger)[1]
         elif self.curves:
             posted = {frozenset(counts.items()) for counts in self.plan.by_record(self.store.ledger.posted())}

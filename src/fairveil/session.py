@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import numpy as np
 from torch import Tensor
@@ -20,9 +20,12 @@ from fairveil.errors import PrivacyError, RunFault
 from fairveil.models import Model
 from fairveil.privacy.accounting import Adjacency
 from fairveil.privacy.ledger import FEDERATION, Entry, Ledger
-from fairveil.privacy.mechanisms import ClientMechanism, CohortSums, Mechanism, canonical
+from fairveil.privacy.mechanisms import ClientMechanism, Mechanism, SumMechanism, canonical
 from fairveil.privacy.release import MINT, Kept, Plain, Public, Release, Reply, Share, digest_values
 from fairveil.streams import Stream
+
+
+Unit = Literal["record", "client", "metric"]  # what a guarantee protects
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Facts:
     parameters: int  # p
     clip_norm: float  # c
     adjacency: Adjacency = "add-remove"
+    unit: Unit = "record"
 
     @cached_property
     def clients(self) -> np.ndarray:
@@ -269,7 +273,7 @@ class Session:
         self,
         task: Task,
         cohort: Cohort,
-        mechanism: CohortSums,
+        mechanism: SumMechanism,
         *,
         shared: Mapping[str, Plain] | None = None,
     ) -> Mapping[str, Tensor]:
@@ -278,14 +282,17 @@ class Session:
         Raises:
             TypeError: a client answered with something else than a share of this mechanism; a draw summed twice.
             PrivacyError: not planned. No value becomes visible.
+            RunFault: so few clients answered that what they sent may not be seen.
         """
         if cohort not in self._drawn:
             raise TypeError(
                 "only a cohort that this session drew in this round can be summed, and only once: the price is that of "
-                "a random draw; put all that is needed of one draw into one CohortSums"
+                "a random draw; put all that is needed of one draw into one mechanism"
             )
-        if cohort.sample_rate != mechanism.sample_rate:
-            raise TypeError(f"cohort drawn at {cohort.sample_rate}, mechanism priced at {mechanism.sample_rate}")
+        if cohort.sample_rate != mechanism.asked:
+            raise TypeError(f"cohort drawn at {cohort.sample_rate}, the mechanism asks at {mechanism.asked}")
+        if mechanism.noised_by and mechanism.noised_by.clients != len(self.facts.size):
+            raise TypeError(f"{len(self.facts.size)} clients cannot make the noise of {mechanism.noised_by.clients}")
         clients = self._drawn.pop(cohort)
         job = self._job("sum", task, clients, [mechanism] * len(clients), shared or {}, {})
         exact, replies = mechanism.zero(), {}
@@ -296,9 +303,10 @@ class Session:
             replies[client] = Reply(Kept(), reply.keep, reply.diagnostics)  # the share itself is let go
         asked = b"".join([job.digest, *(call.digest for call in job.calls)])
         inputs = digest_values({"mechanism": canonical(mechanism)}, before=asked)
-        noisy = mechanism.finish(exact, Stream(self._root, job.request, "noise", inputs.hex()))
+        stream = Stream(self._root, job.request, "noise", inputs.hex())
+        noisy, diagnostics = mechanism.finish(exact, stream, len(job.calls) - len(replies))
         self._ledger.post([Entry(FEDERATION, job.request, mechanism, inputs, digest_values(noisy))])
-        self._keep(job, replies)
+        self._keep(job, {**replies, FEDERATION: Reply(Kept(), diagnostics=diagnostics)})
         return noisy
 
     def _job(

@@ -40,12 +40,18 @@ def local_update(members: Sequence[Member]) -> list[Reply]:
 def bounded_update(members: Sequence[Member]) -> list[Reply]:
     """Each client trains the input "model" by plain SGD and shares its bounded update (client level).
 
-    Inputs: "model" (p,), "learning_rate", "local_epochs", "batch_size". The share is the update, clipped.
+    Inputs: "model" (p,), "learning_rate", "local_epochs", "batch_size". The share is the update, clipped; of a client
+    that does not take part it is noise alone, and it does not train.
     """
+    by = [cast(CohortSums, member.mechanism) for member in members]
     starts = torch.stack([cast(Tensor, member.inputs["model"]) for member in members])
+    updates = torch.zeros_like(starts)
+    there = [k for k, member in enumerate(members) if by[k].takes_part(member)]
+    if there:
+        updates[there] = descent([members[k] for k in there], starts[there]) - starts[there]
     replies = []
-    for member, update in zip(members, descent(members, starts) - starts, strict=True):
-        share, diagnostics = cast(CohortSums, member.mechanism).share({"update": update})
+    for member, mechanism, update in zip(members, by, updates, strict=True):
+        share, diagnostics = mechanism.share({"update": update}, member)
         replies.append(Reply(share, diagnostics=diagnostics))
     return replies
 

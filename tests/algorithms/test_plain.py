@@ -12,14 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fairveil.algorithms.dp_fedsgd import DPFedSGD
 from fairveil.config import RunConfig, make_config
 from fairveil.contract import outcome
 from fairveil.data.federation import ClientData
+from fairveil.errors import UserError
 from fairveil.plan import make_plan
 from fairveil.privacy.mechanisms import CohortSums, Part
 from fairveil.privacy.release import MINT, Share
+from fairveil.privacy.training import NoisyTraining
 from fairveil.run import run_plan
-from fairveil.session import Member
+from fairveil.session import Facts, Member, Terms
 from fairveil.streams import Stream
 from fairveil.tasks import bounded_update
 
@@ -133,6 +136,35 @@ def test_dp_fedavg_divides_by_the_expected_cohort(plain: dict[str, Any], runs: P
     assert len(drawn) not in (0, 3)  # or the test could not tell the two divisors apart
     expected = federated_averaging(config, np.array(drawn), np.full(len(drawn), 1 / 3), 1, 2, 0.8)
     assert torch.allclose(final(config, runs), expected, atol=2e-6)
+
+
+def test_dp_fedavg_with_decay(plain: dict[str, Any], runs: Path) -> None:
+    """Of three rounds the last two go at two thirds and one third of the rate."""
+    config = named(plain, "dp-fedavg", sample_rate=1.0, decay="linear")
+    weight, bias = start_of(config)
+    for rate in (0.8, 0.8 * 2 / 3, 0.8 / 3):
+        step = torch.stack([descend(weight, bias, full_batches(d, 2), rate) for d in clients_of(config)]).mean(dim=0)
+        weight, bias = weight + step[:640].reshape(10, 64), bias + step[640:]
+    assert torch.allclose(final(config, runs), torch.cat([weight.reshape(-1), bias]), atol=2e-6)
+
+
+def test_dp_fedsgd_is_gradient_descent_on_the_mean_loss(plain: dict[str, Any], runs: Path) -> None:
+    """One step of each client from the same model, averaged: one step along the mean of their gradients."""
+    algorithm = {key: value for key, value in plain["algorithm"].items() if key != "local_epochs"}
+    config = named(plain | {"algorithm": algorithm}, "dp-fedsgd")
+    expected = federated_averaging(config, np.arange(5), np.full(5, 1 / 5), 3, 1, 0.8)
+    assert torch.allclose(final(config, runs), expected, atol=2e-6)
+
+
+def test_dp_fedsgd_pays_for_one_step_in_a_round(plain: dict[str, Any]) -> None:
+    """On a Poisson batch of b of N records, or all of a client that has no more than b."""
+    facts = Facts(np.array([100, 20]), np.zeros(2, int), (64,), 10, 650, 1.5)
+    algorithm = DPFedSGD(rounds=7, batch_size=32)
+    for size, rate, batch in ((100, 0.32, 32.0), (20, 1.0, 20.0)):
+        assert algorithm.releases(Terms(facts, size, 1.2)) == {NoisyTraining(rate, 1, 1.5, 1.2, batch): 7}
+    assert not algorithm.releases(Terms(facts, None, 1.2))
+    with pytest.raises(UserError, match="local_epochs"):  # there are no passes over the records
+        make_plan(named(plain, "dp-fedsgd"))
 
 
 def test_dp_fedavg_with_small_local_batches(plain: dict[str, Any]) -> None:

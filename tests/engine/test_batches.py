@@ -50,7 +50,7 @@ def train_and_write(members: Sequence[Member]) -> list[Reply]:
 def share(members: Sequence[Member]) -> list[Reply]:
     """A share, part of it clipped."""
     values = {"update": torch.ones(2, 3), "inf": torch.tensor(0.25)}
-    return [Reply(member.mechanism.share(values)[0]) for member in members]  # type: ignore
+    return [Reply(member.mechanism.share(values, member)[0]) for member in members]  # type: ignore
 
 
 def bare(members: Sequence[Member]) -> list[Any]:

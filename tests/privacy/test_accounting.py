@@ -26,7 +26,15 @@ from scipy.optimize import brentq
 from fairveil import cache as kept_numbers
 from fairveil.errors import UserError
 from fairveil.privacy import accounting
-from fairveil.privacy.accounting import MetricDpEvent, SelectionDpEvent, calibrate, calibrate_many, price
+from fairveil.privacy.accounting import (
+    MetricDpEvent,
+    SelectionDpEvent,
+    SmoothDpEvent,
+    calibrate,
+    calibrate_many,
+    price,
+    smooth_rdp,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -340,6 +348,96 @@ def test_joint_composition_is_cheaper_than_the_sum() -> None:
     assert max(parts) < joint < sum(parts)
 
 
+# ------------------------------------------------------------------------------------- smooth noise
+
+
+def divergence(std: float, distance: float, order: float) -> float:
+    """The Renyi divergence of N(0, std^2) from N(distance, 1), by numerical integration."""
+    x = np.linspace(-400, 400, 400_001)
+    logs = order * (-(x**2) / (2 * std**2) - math.log(std)) + (1 - order) * (-((x - distance) ** 2) / 2)
+    return float(special.logsumexp(logs) + math.log((x[1] - x[0]) / math.sqrt(2 * math.pi))) / (order - 1)
+
+
+@pytest.mark.parametrize(
+    ("beta", "order"), [(0.01, 20.0), (0.02, 20.0), (0.1, 4.0), (0.3, 1.5), (0.3, 2.0), (1e-4, 64.0)]
+)
+@pytest.mark.parametrize("z", [0.7, 3.0, 20.0])
+def test_no_neighbour_of_smooth_noise_is_further_and_the_worst_is_as_far(beta: float, order: float, z: float) -> None:
+    """By integration: all ratios of deviations within e^+-beta, means up to the smaller over z apart."""
+    found = smooth_rdp(SmoothDpEvent(beta, z), order)
+    for share in (-1.0, -0.9, -0.4, 0.0, 0.3, 0.8, 1.0):
+        std = math.exp(share * beta)
+        for part in (0.0, 0.5, 1.0):
+            assert divergence(std, part * min(std, 1.0) / z, order) <= found * (1 + 1e-9) + 1e-11
+    assert divergence(math.exp(beta), 1 / z, order) == pytest.approx(found, rel=1e-6, abs=1e-11)
+
+
+def test_the_published_price_of_smooth_noise_is_too_little() -> None:
+    """Papernot et al. (2018), Theorem 23, at order 20, beta = 0.02 and z = 4: the reason why it is not used."""
+    order, beta, z = 20.0, 0.02, 4.0
+    printed = order * math.exp(2 * beta) / z**2 + (beta * order - 0.5 * math.log(1 - 2 * order * beta)) / (order - 1)
+    assert divergence(math.exp(beta), 1 / z, order) > 1.8 * printed
+
+
+def test_smooth_noise_has_no_divergence_from_some_order_on() -> None:
+    """v = order - (order - 1) e^(2 beta) = 0 at order 1/(1 - e^(-2 beta)), by hand."""
+    for beta in (1e-3, 0.1, 1.0):
+        last = 1 / (1 - math.exp(-2 * beta))
+        event = SmoothDpEvent(beta, 3.0)
+        assert smooth_rdp(event, last * 1.0001) == math.inf
+        assert 0 < smooth_rdp(event, 1 + (last - 1) * 0.9999) < math.inf
+    assert smooth_rdp(SmoothDpEvent(0.1, 0.0), 2.0) == math.inf
+
+
+@pytest.mark.parametrize("beta", [0.001, 0.03, 0.2, 0.6, 2.0])
+def test_the_best_order_for_smooth_noise_is_found(beta: float) -> None:
+    """Beside the smallest of 20,000 orders, converted by the bound of Canonne, Kamath and Steinke (2020)."""
+    event, delta = SmoothDpEvent(beta, 4.0), 1e-5
+
+    def bound(order: float, more: float = 0.0) -> float:
+        total = 3 * smooth_rdp(event, order) + order * more / 2
+        return total + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
+
+    limit = 1 / math.expm1(2 * beta)
+    orders = 1 + limit * np.geomspace(1e-4, 0.99999, 20_000)
+    best = min(bound(order) for order in orders)
+    found = price({event: 3}, delta)
+    assert best * (1 - 1e-6) <= found.epsilon <= best * 1.02 and found.accountant == "rdp"
+    assert price({event: 3}, delta, accountant="rdp") == found
+    mixed = min(bound(order, 0.25) for order in orders)
+    assert mixed * (1 - 1e-6) <= price({event: 3, GaussianDpEvent(2.0): 1}, delta).epsilon <= mixed * 1.02
+
+
+def test_smooth_noise_among_other_events() -> None:
+    event = SmoothDpEvent(0.02, 6.0)
+    assert price({event: 1}, 1e-5, accountant="pld").epsilon == math.inf  # only Renyi has a price
+    assert price({event: 1}, 1e-5, adjacency="replace").epsilon == math.inf
+    assert price({SmoothDpEvent(0.02, 0.0): 1}, 1e-5).epsilon == math.inf
+    assert price({SmoothDpEvent(8.0, 9.0): 1}, 1e-5).epsilon == math.inf  # its orders are too near to 1
+    assert price({SmoothDpEvent(0.0, 2.0): 3}, 1e-5) == price({GaussianDpEvent(2.0): 3}, 1e-5)  # the scale is public
+    assert price({event: 0}, 1e-5).epsilon == 0.0
+    nested = dpa.ComposedDpEvent((dpa.SelfComposedDpEvent(event, 2), event, sampled(0.1, 1.0)))
+    flat = {event: 3, sampled(0.1, 1.0): 1}
+    assert price({dpa.SelfComposedDpEvent(nested, 1): 1}, 1e-5) == price(flat, 1e-5)
+    parts = [price({event: 3}, 1e-5).epsilon, price({sampled(0.1, 1.0): 1}, 1e-5, accountant="rdp").epsilon]
+    assert max(parts) < price(flat, 1e-5).epsilon < sum(parts)
+    curve = accounting.rdp_curve(event)
+    by_hand = [smooth_rdp(event, order) for order in accounting.ORDERS]
+    assert curve == pytest.approx(by_hand, rel=1e-9) and np.isinf(curve[-1])
+    assert accounting.rdp_epsilon(curve, 1e-5) >= price({event: 1}, 1e-5).epsilon * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("epsilon", [2.0, 8.0])
+def test_noise_is_found_beside_smooth_noise(epsilon: float) -> None:
+    def events(z: float) -> dict[dpa.DpEvent, int]:
+        return {GaussianDpEvent(z): 500, SmoothDpEvent(0.02, 6.0): 1}
+
+    z = calibrate(events, epsilon, 1e-3)
+    assert price(events(z), 1e-3).epsilon <= epsilon < price(events(0.998 * z), 1e-3).epsilon
+    with pytest.raises(UserError, match="used up"):
+        calibrate(events, 0.1, 1e-3)
+
+
 # ------------------------------------------------------------------------------------- rules
 
 
@@ -417,6 +515,9 @@ def test_epsilon_out_of_range(epsilon: float) -> None:
         (GaussianDpEvent(math.nan), 1),
         (sampled(1.5, 1.0), 1),
         (SelectionDpEvent(math.inf), 1),
+        (SmoothDpEvent(-0.1, 1.0), 1),
+        (SmoothDpEvent(11.0, 1.0), 1),
+        (SmoothDpEvent(0.1, math.nan), 1),
         (GaussianDpEvent(1.0), -1),
         (GaussianDpEvent(1.0), 0.5),
     ],
@@ -426,7 +527,14 @@ def test_impossible_events(event: dpa.DpEvent, count: int) -> None:
         price({event: count}, 1e-5)
 
 
-@pytest.mark.parametrize("event", [dpa.LaplaceDpEvent(1.0), PoissonSampledDpEvent(0.1, SelectionDpEvent(1.0))])
+@pytest.mark.parametrize(
+    "event",
+    [
+        dpa.LaplaceDpEvent(1.0),
+        PoissonSampledDpEvent(0.1, SelectionDpEvent(1.0)),
+        PoissonSampledDpEvent(0.1, SmoothDpEvent(0.1, 1.0)),
+    ],
+)
 def test_unknown_events(event: dpa.DpEvent) -> None:
     with pytest.raises(dpa.UnsupportedEventError):
         price({event: 1}, 1e-5)
@@ -637,7 +745,15 @@ def test_the_sum_is_exact_in_any_order(parts: list[tuple[float, float, int]]) ->
 
 
 @pytest.mark.parametrize(
-    "other", [GaussianDpEvent(1.0), NonPrivateDpEvent(), NoOpDpEvent(), SelectionDpEvent(0.1), sampled(0.1, 1.0)]
+    "other",
+    [
+        GaussianDpEvent(1.0),
+        NonPrivateDpEvent(),
+        NoOpDpEvent(),
+        SelectionDpEvent(0.1),
+        SmoothDpEvent(0.1, 1.0),
+        sampled(0.1, 1.0),
+    ],
 )
 def test_metric_events_do_not_mix_with_others(other: dpa.DpEvent) -> None:
     """They protect something else; a sum of both would be the price of nothing."""

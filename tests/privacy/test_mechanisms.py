@@ -21,7 +21,7 @@ from fairveil.data.federation import ClientData, Records
 from fairveil.models import Model, ModelSpec
 from fairveil.privacy.choice import PrivateChoice
 from fairveil.privacy.gradients import ROUNDING
-from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, canonical, from_canonical, on_grid
+from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, Sharers, canonical, from_canonical, on_grid
 from fairveil.privacy.moments import NoisyMoments
 from fairveil.privacy.release import Release, Share
 from fairveil.privacy.training import NoisyTraining
@@ -242,10 +242,13 @@ def two_parts(bound: float = 1.0, z: float = 1.0) -> CohortSums:
     return CohortSums(parts, 0.25)
 
 
+ANYONE = FakeClient(MODELS["linear"].build(), records(MODELS["linear"], 0, 0), {})
+
+
 def total(mechanism: CohortSums, values: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     exact = mechanism.zero()
     for value in values:
-        mechanism.add(exact, mechanism.share(value)[0])
+        mechanism.add(exact, mechanism.share(value, ANYONE)[0])
     return exact
 
 
@@ -285,8 +288,9 @@ def test_a_share_within_its_bound_is_summed_as_it_is() -> None:
     mechanism = two_parts(bound=10.0, z=0.0)
     values = [{"update": torch.tensor([1.0, -2.0, 0.5, 3.0]), "loss": torch.tensor(0.25)}] * 3
     silent = CohortSums((Part("update", (4,), 10.0, 0.0), Part("loss", (), 0.5, 0.0)), 0.25)
-    sums = silent.finish(total(silent, values), Stream(0))
+    sums, diagnostics = silent.finish(total(silent, values), Stream(0), 0)
     assert torch.equal(sums["update"], torch.tensor([3.0, -6.0, 1.5, 9.0])) and float(sums["loss"]) == 0.75
+    assert diagnostics == {}
     assert mechanism.event == NonPrivateDpEvent()
 
 
@@ -303,7 +307,7 @@ def test_one_cohort_is_one_event() -> None:
 def test_the_noise_on_a_cohort_even_an_empty_one() -> None:
     """Each part has noise of z times its bound, whoever was drawn. False alarm below 1e-6."""
     mechanism = CohortSums((Part("a", (50_000,), 2.0, 1.5), Part("b", (50_000,), 0.5, 3.0)), 0.1)
-    sums = mechanism.finish(mechanism.zero(), Stream(3))
+    sums, _ = mechanism.finish(mechanism.zero(), Stream(3), 0)
     for name, std in (("a", 3.0), ("b", 1.5)):
         assert stats.kstest(sums[name].double().numpy() / std, "norm").pvalue > 2.5e-7
     assert abs(float(torch.corrcoef(torch.stack([sums["a"], sums["b"]]))[0, 1])) < 5 / math.sqrt(50_000)
@@ -337,13 +341,14 @@ def test_noise_of_any_size_fits_the_fixed_point(z: float) -> None:
     """No overflow: N(5, z^2) on a sum of five aligned clients. False alarm below 1e-6 each."""
     mechanism = CohortSums((Part("a", (20_000,), 1.0, z),), 1.0)
     one = torch.full((20_000,), 20_000**-0.5, dtype=torch.float64)
-    sums = mechanism.finish(total(mechanism, [{"a": one}] * 5), Stream(4, "noise"))["a"].double().numpy()
+    found, _ = mechanism.finish(total(mechanism, [{"a": one}] * 5), Stream(4, "noise"), 0)
+    sums = found["a"].double().numpy()
     assert stats.kstest((sums - 5 * 20_000**-0.5) / z, "norm").pvalue > 1e-6
 
 
 def test_a_share_that_is_not_a_number_is_not_added() -> None:
     mechanism = two_parts()
-    share, _ = mechanism.share({"update": torch.zeros(4), "loss": torch.tensor(0.0)})
+    share, _ = mechanism.share({"update": torch.zeros(4), "loss": torch.tensor(0.0)}, ANYONE)
     share.value["update"][0] = math.nan  # written after it was bounded
     with pytest.raises(TypeError, match="longer than its bound"):
         mechanism.add(mechanism.zero(), share)
@@ -352,9 +357,9 @@ def test_a_share_that_is_not_a_number_is_not_added() -> None:
 def test_a_share_of_the_wrong_shape_or_name_is_refused() -> None:
     mechanism = two_parts()
     with pytest.raises(TypeError, match="shape"):
-        mechanism.share({"update": torch.zeros(5), "loss": torch.tensor(0.0)})
+        mechanism.share({"update": torch.zeros(5), "loss": torch.tensor(0.0)}, ANYONE)
     with pytest.raises(TypeError, match="planned"):
-        mechanism.share({"update": torch.zeros(4)})
+        mechanism.share({"update": torch.zeros(4)}, ANYONE)
 
 
 # ---- minting ---------------------------------------------------------------------------------------
@@ -403,7 +408,9 @@ def sums() -> st.SearchStrategy[CohortSums]:
     shape = st.lists(st.integers(0, 10**6), max_size=3).map(tuple)
     part = st.builds(lambda name, shape, noised: Part(name, shape, *noised), WORD, shape, NOISED)
     parts = st.lists(part, min_size=1, max_size=3, unique_by=lambda part: part.name).map(tuple)
-    return st.builds(CohortSums, parts, RATE)
+    sharers = st.tuples(st.integers(1, 10**6), st.floats(0, 1, exclude_max=True))
+    noised_by = st.none() | sharers.map(lambda pair: Sharers(pair[0], int(pair[0] * pair[1])))
+    return st.builds(CohortSums, parts, RATE, noised_by)
 
 
 def moments() -> st.SearchStrategy[NoisyMoments]:

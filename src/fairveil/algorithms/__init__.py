@@ -6,6 +6,7 @@ from typing import Any
 
 from fairveil.algorithms.base import Algorithm
 from fairveil.algorithms.dp_fedavg import DPFedAvg
+from fairveil.algorithms.dp_fedsgd import DPFedSGD
 from fairveil.algorithms.global_ import Global
 from fairveil.algorithms.ifca import IFCA
 from fairveil.algorithms.km_cdpfl import KMCDPFL
@@ -20,7 +21,8 @@ from fairveil.options import shown
 from fairveil.plugins import load_object
 
 ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
-    cls.name: cls for cls in (DPFedAvg, Global, IFCA, KMCDPFL, Local, MetricPFL, MRMTL, Oracle, RDPCFL, RCDPFL)
+    cls.name: cls
+    for cls in (DPFedAvg, DPFedSGD, Global, IFCA, KMCDPFL, Local, MetricPFL, MRMTL, Oracle, RDPCFL, RCDPFL)
 }
 
 

@@ -22,9 +22,9 @@ from fairveil.privacy.mechanisms import Mechanism
 from fairveil.privacy.release import Plain
 from fairveil.privacy.training import NoisyTraining
 from fairveil.session import Facts, Offer, Pick, Session, Terms
+from fairveil.session import Unit as Unit
 from fairveil.tasks import local_update
 
-Unit = Literal["record", "client", "metric"]
 S = TypeVar("S")
 # The noise multiplier that a variant of an algorithm would need for a client of this size.
 NoiseFor = Callable[["Algorithm[Any]", int], float]
@@ -53,7 +53,11 @@ class Algorithm(BaseModel, ABC, Generic[S]):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     name: ClassVar[str]
-    unit: ClassVar[Unit]  # what the guarantee protects
+    unit: ClassVar[Unit]  # what the guarantee protects, unless `privacy.unit` names another one
+    other_units: ClassVar[tuple[Unit, ...]] = ()  # that it may name; `Facts.unit` is the one that is meant
+    # Whether only sums over all clients are published, whatever is protected: there is one ledger, the federation's.
+    # Where whole clients are protected it cannot be otherwise.
+    pooled: ClassVar[bool] = False
     trust: ClassVar[str]  # who is trusted with what, in words, for the statement
     public: ClassVar[dict[str, str]] = {}  # what else is used as public, and why
     public_tasks: ClassVar[dict[str, str]] = {}  # tasks that may answer with Public values, and why they are public

@@ -1,23 +1,30 @@
-"""`dp-fedavg`: federated averaging over sampled cohorts, clipped updates, noise added once at the server.
+"""`dp-fedavg`: federated averaging over sampled cohorts, clipped updates, noise on their sum.
 
-McMahan et al., "Learning Differentially Private Recurrent Language Models" (2018). Privacy unit: one client
-with all its records. Trust: the server, with the exact sum of the clipped updates and the secrecy of the draw.
+McMahan et al., "Learning Differentially Private Recurrent Language Models" (2018); with the noise added once, at the
+server, it is Algorithm 3 of Zhu, Yu, Tsai, Pittaluga, Faraki, Chandraker and Wang, "Voting-based Approaches for
+Differentially Private Federated Learning" (2020), and with noise that the clients make together (`noise =
+"distributed"`) it stands for their Algorithm 5. Privacy unit: one client with all its records. Trust: the server, with
+the exact sum of the clipped updates and the secrecy of the draw; or, with distributed noise, whoever adds up what the
+clients send, and no more than `tolerated` clients that drop out or conspire.
 
-Departure: the sum is divided by the expected cohort q*n, never by the number drawn, which would be a release of
-its own; clients weigh the same, so that the bound of one client does not depend on its size.
+Departures: the sum is divided by the expected cohort q*n, never by the number drawn (m_t), which would be a release of
+its own; clients weigh the same, so that the bound of one client does not depend on its size. Distributed noise is
+shared by all n clients, also those that a round does not draw, and not by the m_t that it does: with 1/m_t of it each,
+the sum has too little noise as soon as one is missing, and none where nobody was drawn.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 from torch import Tensor
 
-from fairveil.algorithms.base import Algorithm, Unit
-from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part
+from fairveil.algorithms.base import Algorithm, NoiseFor, Unit
+from fairveil.errors import UserError
+from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, Sharers
 from fairveil.session import Facts, Pick, Session, Terms
 from fairveil.tasks import bounded_update
 
@@ -39,12 +46,27 @@ class DPFedAvg(Algorithm[State]):
     local_epochs: int = Field(1, ge=1, description="passes over a client's records in a round")
     batch_size: int = Field(32, ge=1, description="b, of the client's plain SGD")
     learning_rate: float = Field(0.5, gt=0, description="eta, at the client")
+    decay: Literal["none", "linear"] = Field("none", description="of eta: linear falls to eta/E in the last round")
     server_learning_rate: float = Field(1.0, gt=0, description="step along the noisy mean")
+    noise: Literal["server", "distributed"] = Field("server", description="who makes it; or the clients together")
+    tolerated: int = Field(0, ge=0, description="t, clients that may drop out or conspire then")
+
+    def settled(self, facts: Facts, noise: NoiseFor) -> Self:
+        clients = len(facts.size)
+        if self.tolerated and (self.noise == "server" or self.tolerated >= clients):
+            raise UserError(
+                f"algorithm.tolerated = {self.tolerated} makes no sense here.",
+                f"It counts those of {clients} clients whose share of the noise may be missing, where clients make it:\n"
+                "less than all of them. Nothing was run.",
+                f'algorithm.noise = "distributed" and algorithm.tolerated = {min(self.tolerated, clients - 1)}, or 0',
+            )
+        return self
 
     def cohort_sum(self, terms: Terms) -> CohortSums:
         """The sum of one round: bound S = clip_norm, noise z * S."""
         update = Part("update", (terms.facts.parameters,), terms.facts.clip_norm, terms.noise_multiplier)
-        return CohortSums((update,), self.sample_rate)
+        sharers = Sharers(len(terms.facts.size), self.tolerated) if self.noise == "distributed" else None
+        return CohortSums((update,), self.sample_rate, sharers)
 
     def releases(self, terms: Terms) -> Counter[Mechanism]:
         return Counter({self.cohort_sum(terms): self.rounds}) if terms.size is None else Counter()
@@ -53,12 +75,13 @@ class DPFedAvg(Algorithm[State]):
         return State(session.initial_model())
 
     def round(self, session: Session, state: State) -> State:
-        cohort = session.cohort(self.sample_rate)
+        left = 1 - (session.round - 1) / self.rounds if self.decay == "linear" else 1.0
+        mechanism = self.cohort_sum(session.federation_terms)
         noisy = session.sum(
-            bounded_update, cohort, self.cohort_sum(session.federation_terms),
+            bounded_update, session.cohort(mechanism.asked), mechanism,
             shared={
                 "model": state.model,
-                "learning_rate": self.learning_rate,
+                "learning_rate": self.learning_rate * left,
                 "local_epochs": self.local_epochs,
                 "batch_size": self.batch_size,
             },

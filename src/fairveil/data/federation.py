@@ -112,6 +112,28 @@ class Standardise:
 
 
 @dataclass(frozen=True, eq=False)
+class ServerRecords:
+    """Public records that the server holds: algorithms see them without labels.
+
+    Attributes:
+        name: of the dataset.
+        x: (n, *features) float32, in an order shuffled by the seed of the run.
+        labels: (n,) int64, the true ones. For evaluation only, as a simulation can do it: no algorithm and no task
+            may see them.
+    """
+
+    name: str
+    x: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        if self.x.dtype != torch.float32 or self.labels.dtype != torch.int64 or not len(self.x):
+            raise ValueError(f"{len(self.x)} records: there must be some, float32 with labels of int64")
+        if self.labels.shape != self.x.shape[:1]:
+            raise ValueError(f"x has shape {tuple(self.x.shape)}, so labels cannot have {tuple(self.labels.shape)}")
+
+
+@dataclass(frozen=True, eq=False)
 class Federation:
     """Clients as columns, their records on demand.
 
@@ -136,6 +158,7 @@ class Federation:
         attributes: sensitive attributes of records, for evaluation only: by name, the values that there are.
         elsewhere: whether the records are on the clients' own machines, and cannot be loaded here.
         decided: whether decisions follow from the numbers of a regression: then every client has its `Decision`.
+        server: public records that the server holds, for systems that ask the clients about them; None: none.
     """
 
     name: str
@@ -157,6 +180,7 @@ class Federation:
     attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     elsewhere: bool = False
     decided: bool = False
+    server: ServerRecords | None = None
 
     def __post_init__(self) -> None:
         for column, at_least in (("size", 1), ("group", 0)):
@@ -174,6 +198,8 @@ class Federation:
             raise ValueError(f"classes must be 0 (regression) or at least 2, not {self.classes}")
         if self.decided and self.classes:
             raise ValueError(f"decisions follow from the numbers of a regression, and not from {self.classes} classes")
+        if self.server is not None and tuple(self.server.x.shape[1:]) != self.features:
+            raise ValueError(f"the server's records are {tuple(self.server.x.shape[1:])}, the clients' {self.features}")
         if self.names and len(self.names) != len(self.size):
             raise ValueError(f"{len(self.size)} clients, but {len(self.names)} names")
         if not 1 <= self.holders <= len(self.size):
@@ -182,6 +208,9 @@ class Federation:
             raise ValueError("clients overlap: how many different records do they hold?")
         if self.holders > 1 and len(set(self.size)) > 1:  # one client's releases stand for those of every holder
             raise ValueError("clients that overlap must hold equally many records")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "server": None}  # a worker loads clients: what the server holds stays with it
 
     @property
     def clients(self) -> int:

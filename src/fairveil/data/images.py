@@ -9,16 +9,19 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
+from torch import Tensor, nn
 
 from fairveil.data.archive import Archive, Asset, Stored
 from fairveil.data.federation import Pool, Records
 from fairveil.data.pickles import read_batch
 from fairveil.errors import UserError
 
+Size = Annotated[int | None, Field(ge=4, le=64, examples=[16])]  # 60,000 images of 64 by 64 are 1 GB
 Labelled = tuple[np.ndarray, np.ndarray]  # images (n, channels, height, width) uint8, labels (n,)
 
 
@@ -130,6 +133,7 @@ class Images(Stored):
     Attributes:
         inputs: pixels in [0, 1], or from these (pixel - mean) / deviation by the published `mean` and `deviation` of
             each channel over the training images.
+        size: pixels to a side, to which images are resized (see `resized`); None: as published.
     """
 
     default_split: ClassVar[Mapping[str, Any]] = {"kind": "iid", "clients": 10}
@@ -137,6 +141,7 @@ class Images(Stored):
     mean: ClassVar[tuple[float, ...]]
     deviation: ClassVar[tuple[float, ...]]
     inputs: Literal["unit", "standardised"] = "unit"
+    size: Size = None
 
     @abstractmethod
     def rows(self) -> tuple[Labelled, Labelled]:
@@ -156,7 +161,7 @@ class Images(Stored):
     def _records(self, images: np.ndarray, labels: np.ndarray) -> Records:
         if images.shape[:1] != labels.shape or labels.max() > 9:
             raise _malformed(self.archive.name, f"images {images.shape} and labels {labels.shape} do not fit")
-        x = torch.from_numpy(np.divide(images, 255, dtype=np.float32))
+        x = resized(torch.from_numpy(np.divide(images, 255, dtype=np.float32)), self.size)
         if self.inputs == "standardised":
             mean, deviation = (torch.tensor(values).reshape(-1, 1, 1) for values in (self.mean, self.deviation))
             x.sub_(mean).div_(deviation)
@@ -226,10 +231,15 @@ class Cifar10Subset(Images):
 
 
 class Usps(Stored):
-    """USPS: 9,298 digits from envelopes, 16 by 16 pixels in [0, 1], 10 classes."""
+    """USPS: 9,298 digits from envelopes, 16 by 16 pixels in [0, 1], 10 classes.
+
+    Attributes:
+        size: pixels to a side, to which images are resized (see `resized`); None: as published.
+    """
 
     archive = USPS
     default_split: ClassVar[Mapping[str, Any]] = {"kind": "iid", "clients": 10}
+    size: Size = None
 
     def load(self, seed: int) -> Pool:
         """7,291 training and 2,007 test rows, (n, 1, 16, 16); the seed changes nothing."""
@@ -249,7 +259,25 @@ class Usps(Stored):
         if not len(values) or not np.isin(labels, range(10)).all() or not (np.abs(pixels) <= 1).all():
             raise _malformed(name, "its labels are not 0 to 9, or its pixels not -1 to 1")
         x = torch.from_numpy((pixels + 1) / 2).reshape(-1, 1, 16, 16)
-        return Records(x, torch.from_numpy(labels.astype(np.int64)))
+        return Records(resized(x, self.size), torch.from_numpy(labels.astype(np.int64)))
+
+
+def resized(x: Tensor, size: int | None) -> Tensor:
+    """Images brought to size by size pixels, each by itself: linear interpolation, antialiased where they shrink.
+
+    A pixel becomes a weighted mean of those around it, with the weights of a triangle as wide as the new pixels are far
+    apart (but no narrower than two old ones). So values stay in [0, 1].
+
+    Args:
+        x: (n, channels, height, width) float32 in [0, 1].
+        size: None: as they are.
+
+    Returns:
+        (n, channels, size, size) float32; `x` itself if there is nothing to do.
+    """
+    if size is None or x.shape[2:] == (size, size):
+        return x
+    return nn.functional.interpolate(x, (size, size), mode="bilinear", antialias=True).clamp_(0, 1)
 
 
 def read_idx(data: bytes, name: str, dtype: np.dtype[Any], dimensions: int) -> np.ndarray:

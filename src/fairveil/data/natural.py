@@ -7,14 +7,15 @@ from typing import Literal, Self
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from fairveil.data.archive import Archive, Asset, Stored
 from fairveil.data.federation import Federation, Records
 from fairveil.data.images import MNIST, Mnist, read_idx
 from fairveil.data.partition import TestFraction, owned
 from fairveil.data.shifts import rotate
-from fairveil.errors import UserError
+from fairveil.errors import UserError, nearest
+from fairveil.options import shown
 from fairveil.streams import Stream
 
 QMNIST_AT = "https://raw.githubusercontent.com/facebookresearch/qmnist/master/"
@@ -191,29 +192,47 @@ class OfficeCaltech(Stored):
     record alone.
 
     Attributes:
+        domains: which of them; so that clients may hold some, and a server others.
         clients_per_domain: among whom the records of each domain are dealt out evenly, at random.
         test_fraction: share of each client's records kept for testing, at least one.
     """
 
     archive = OFFICE_CALTECH
+    domains: tuple[str, ...] = Field(DOMAINS, min_length=1)
     clients_per_domain: PositiveInt = 1
     test_fraction: TestFraction = 0.2
 
+    @field_validator("domains")
+    @classmethod
+    def _known_and_distinct(cls, domains: tuple[str, ...]) -> tuple[str, ...]:
+        strange = next((domain for domain in domains if domain not in DOMAINS), None)
+        if strange is not None or len(set(domains)) < len(domains):
+            meant = dict.fromkeys(nearest(domain, DOMAINS) for domain in domains)
+            right = [domain for domain in meant if domain is not None]
+            raise UserError(
+                f"data.options.domains = {shown(domains)} "
+                + ("names one twice." if strange is None else f"holds {shown(strange)}, which is not known."),
+                f"There are: {', '.join(DOMAINS)}; each of them is taken once. Nothing was loaded.",
+                f"data.options.domains = {shown(right or DOMAINS)}",
+            )
+        return tuple(domain for domain in DOMAINS if domain in domains)  # in whatever order they were typed
+
     def load(self, seed: int) -> Federation:
         """The clients of each domain, domain after domain; the domains are the groups."""
-        each = [_read_mat(self.file(asset.name), asset.name) for asset in self.archive.assets]
+        domains = self.domains
+        each = [_read_mat(self.file(name), name) for name in (f"{domain}_SURF_L10.mat" for domain in domains)]
         sizes, many = [len(labels) for _, labels in each], self.clients_per_domain
         if many > min(sizes) // 2:
             raise UserError(
                 f"data.options.clients_per_domain = {many} is too many.",
-                f"{DOMAINS[int(np.argmin(sizes))]} has {min(sizes):,} records; a client needs one for training and one "
+                f"{domains[int(np.argmin(sizes))]} has {min(sizes):,} records; a client needs one for training and one "
                 "for testing.",
                 f"data.options.clients_per_domain = {min(sizes) // 2}",
             )
         client = np.concatenate(
             [
                 number * many + Stream(seed, self.archive.name, domain).numpy.permutation(np.arange(size) % many)
-                for number, (domain, size) in enumerate(zip(DOMAINS, sizes, strict=True))
+                for number, (domain, size) in enumerate(zip(domains, sizes, strict=True))
             ]
         )
         counts = np.concatenate([counts for counts, _ in each]).astype(np.float64)
@@ -222,8 +241,8 @@ class OfficeCaltech(Stored):
         numbers = [f" {number + 1}" for number in range(many)] if many > 1 else [""]
         return owned(
             self.archive.name, Records(torch.from_numpy(x), torch.from_numpy(y)), client, classes=10,
-            test_fraction=self.test_fraction, seed=seed, group=np.repeat(np.arange(len(DOMAINS)), many), groups=DOMAINS,
-            names=tuple(f"{domain}{number}" for domain in DOMAINS for number in numbers), record="one picture",
+            test_fraction=self.test_fraction, seed=seed, group=np.repeat(np.arange(len(domains)), many), groups=domains,
+            names=tuple(f"{domain}{number}" for domain in domains for number in numbers), record="one picture",
             public={
                 "the 800 visual words": "the publishers found them by clustering pictures of the domain amazon, which "
                 "no noise protects; taken as public with the data"

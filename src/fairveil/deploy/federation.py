@@ -60,11 +60,11 @@ class Federated(Place):
 
 def proposal(plan: Plan, client: int) -> Proposal:
     """All that a run will ever ask of a client."""
-    unit = FEDERATION if plan.algorithm.unit == "client" else client
+    unit = FEDERATION if plan.pooled else client
     releases = sorted((canonical(mechanism), count) for mechanism, count in plan.releases[unit].items())
     spec = plan.model.spec
     privacy = plan.config.privacy
-    return Proposal(client, plan.algorithm.unit, privacy.delta, spec.name, dict(spec.options), tuple(releases))
+    return Proposal(client, plan.unit, privacy.delta, spec.name, dict(spec.options), tuple(releases))
 
 
 def carry_out(grid: Any, folder: Path, place: type[Federated] = Federated, progress: Progress | None = None) -> None:

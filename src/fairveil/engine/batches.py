@@ -18,7 +18,7 @@ from torch import Tensor
 from fairveil import errors
 from fairveil.engine.local import Bench
 from fairveil.errors import UserError
-from fairveil.privacy.mechanisms import ClientMechanism, CohortSums, Mechanism, canonical, from_canonical
+from fairveil.privacy.mechanisms import ClientMechanism, Mechanism, SumMechanism, canonical, from_canonical
 from fairveil.privacy.release import MINT, Kept, Plain, Public, Release, Reply, Share
 from fairveil.remote import DTYPES, Envelope
 from fairveil.session import Call, Job, Task
@@ -141,7 +141,7 @@ def _minted(
     if call.mechanism is not None and by == call.mechanism:
         by = call.mechanism
     if found["out"] == "share":
-        return Share(cast(Mapping[str, Tensor], value), cast(CohortSums, by), MINT)
+        return Share(cast(Mapping[str, Tensor], value), cast(SumMechanism, by), MINT)
     release = Release(value, cast(ClientMechanism, by), (root, job.request, call.client, call.digest.hex()), MINT)
     # of the values as they were first minted: the session sees whether the task wrote into them since
     object.__setattr__(release, "digest", bytes.fromhex(found["digest"]))

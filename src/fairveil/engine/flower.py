@@ -27,10 +27,10 @@ from torch import Tensor
 
 from fairveil.data.federation import Federation, Standardised
 from fairveil.errors import RunFault
-from fairveil.privacy.mechanisms import ClientMechanism, CohortSums, canonical
+from fairveil.privacy.mechanisms import ClientMechanism, SumMechanism, canonical
 from fairveil.privacy.release import MINT, Kept, Plain, Release, Reply, Share
 from fairveil.processes import die_with_parent
-from fairveil.remote import DTYPES, Envelope, Malformed, check_finite, check_release, name_of
+from fairveil.remote import DTYPES, Envelope, Malformed, check_release, name_of
 from fairveil.session import Call, Job, Offer, Pick
 
 if TYPE_CHECKING:
@@ -308,19 +308,19 @@ def _reply(job: Job, call: Call, answer: Envelope) -> Reply:
     mechanism = call.mechanism
     if answer.kind == "kept" and mechanism is None and not answer.values:
         return Reply(Kept())
-    if answer.kind == "release" and mechanism is not None and not isinstance(mechanism, CohortSums):
+    if answer.kind == "release" and mechanism is not None and not isinstance(mechanism, SumMechanism):
         by = cast(ClientMechanism, mechanism)
         check_release(answer.values, by, {**job.shared, **call.each})
         return Reply(Release(answer.values, by, ("flower", job.request, call.client), MINT))
-    if answer.kind == "share" and isinstance(mechanism, CohortSums):
-        check_finite(answer.values)
-        shapes = {n: (v.dtype, tuple(v.shape)) for n, v in answer.values.items() if isinstance(v, Tensor)}
-        if shapes != {part.name: (torch.float64, part.shape) for part in mechanism.parts}:
-            raise Malformed(f"a contribution of the shapes {shapes}")
-        values = cast(Mapping[str, Tensor], answer.values)
-        if any(torch.linalg.vector_norm(values[part.name]) > part.bound for part in mechanism.parts):
-            raise Malformed("a contribution beyond its bound")
-        return Reply(Share(values, mechanism, MINT))
+    if answer.kind == "share" and isinstance(mechanism, SumMechanism):
+        if not all(isinstance(value, Tensor) for value in answer.values.values()):
+            raise Malformed("a contribution that is not made of arrays")
+        share = Share(cast(Mapping[str, Tensor], answer.values), mechanism, MINT)
+        try:
+            mechanism.add(mechanism.zero(), share)  # one that cannot be added must not end the run
+        except TypeError as error:
+            raise Malformed(str(error)) from None
+        return Reply(share)
     raise Malformed(f"{answer.kind!r} is no answer to {job.request}")
 
 

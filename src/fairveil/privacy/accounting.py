@@ -64,6 +64,19 @@ class MetricDpEvent(dpa.DpEvent):
     distance: float
 
 
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class SmoothDpEvent(dpa.DpEvent):
+    """One number released with Gaussian noise whose scale follows the data, smoothly.
+
+    The standard deviations for neighbours, under whatever adjacency, are within a factor e^beta of each other, and
+    their means no more than the smaller of these divided by `noise_multiplier` apart: the mechanism sees to that. Only
+    the Renyi accountant has a price for it.
+    """
+
+    beta: float
+    noise_multiplier: float
+
+
 @dataclass(frozen=True)
 class Price:
     """An (epsilon, delta) guarantee, the relation between neighbours it is for, and which accountant found it.
@@ -83,8 +96,8 @@ def price(
     """The epsilon of all events composed, at `delta`: always an upper bound, infinity if there is none.
 
     Args:
-        events: event -> how often. Gaussian, Poisson-sampled Gaussian, selection, no-op and non-private events, and
-            compositions of them (a ComposedDpEvent can only be a key if it holds a tuple); or metric events alone.
+        events: event -> how often. Gaussian, Poisson-sampled Gaussian, selection, smooth, no-op and non-private events,
+            and compositions of them (a ComposedDpEvent can only be a key if it holds a tuple); or metric events alone.
         delta: in (0, 1). Metric events need none.
         adjacency: between neighbours a unit is added or removed, or replaced by another.
         accountant: "tightest" takes the smaller of both prices; "rdp" is refused (UserError) under "replace".
@@ -198,12 +211,14 @@ class _Composition(NamedTuple):
     precision: float  # sum of 1/z^2 over Gaussian releases: k of them are exactly one with z/sqrt(k)
     sampled: tuple[tuple[float, float, int], ...]  # (sample rate q, z, count)
     selections: tuple[tuple[float, int], ...]  # (epsilon, count)
+    smooth: tuple[tuple[float, float, int], ...]  # (beta, z, count), beta > 0: with none it is a Gaussian release
 
 
 def _compose(events: Iterable[tuple[dpa.DpEvent, int]]) -> _Composition:
     precisions: list[float] = [0.0]
     sampled: Counter[tuple[float, float]] = Counter()
     selections: Counter[float] = Counter()
+    smooth: Counter[tuple[float, float]] = Counter()
     todo = list(events)
     while todo:
         event, count = todo.pop()
@@ -221,7 +236,7 @@ def _compose(events: Iterable[tuple[dpa.DpEvent, int]]) -> _Composition:
         elif isinstance(event, dpa.PoissonSampledDpEvent):
             # One draw is one event: whatever is released from it has one effective multiplier.
             q, inner = _within(event.sampling_probability, 1, event), _compose([(event.event, 1)])
-            if inner.sampled or inner.selections:
+            if inner.sampled or inner.selections or inner.smooth:
                 raise dpa.UnsupportedEventError(f"{event}: only Gaussian releases can be sampled.")
             if q == 1 or (q and inner.precision == math.inf):
                 precisions.append(count * inner.precision)
@@ -229,12 +244,19 @@ def _compose(events: Iterable[tuple[dpa.DpEvent, int]]) -> _Composition:
                 sampled[q, 1 / math.sqrt(inner.precision)] += int(count)
         elif isinstance(event, SelectionDpEvent):
             selections[_within(event.epsilon, 1e300, event)] += int(count)
+        elif isinstance(event, SmoothDpEvent):
+            beta, z = _within(event.beta, 10, event), _within(event.noise_multiplier, math.inf, event)
+            if beta and z:
+                smooth[beta, z] += int(count)
+            else:
+                precisions.append(count / z / z if z else math.inf)
         elif isinstance(event, dpa.NonPrivateDpEvent):
             precisions.append(math.inf)  # no noise, no guarantee
         else:
             raise dpa.UnsupportedEventError(f"{event} has no price here.")
     steps, choices = [(q, z, n) for (q, z), n in sampled.items()], [(e, n) for e, n in selections.items() if e]
-    return _Composition(math.fsum(precisions), tuple(sorted(steps)), tuple(sorted(choices)))
+    others = [(beta, z, n) for (beta, z), n in smooth.items()]
+    return _Composition(math.fsum(precisions), tuple(sorted(steps)), tuple(sorted(choices)), tuple(sorted(others)))
 
 
 def _within(value: float, high: float, event: dpa.DpEvent) -> float:
@@ -264,6 +286,8 @@ def _rdp_epsilon(what: _Composition, delta: float) -> float:
         return float(compute_epsilon([order], [_rdp_at(what, order)], delta)[0])
 
     best = 0.0  # order 2; orders of 2,000 and more are slow, and of use for tiny prices only
+    for beta, *_ in what.smooth:  # which has no price at orders from 1 + 1/expm1(2 beta) on
+        best = min(best, math.ceil(-math.log2(math.expm1(2 * beta))) - 1.0)
     for step in (1.0, 0.25, 0.05):
         while best < 11 and bound(nearer := min(best - step, best + step, key=bound)) < bound(best):
             best = nearer
@@ -278,9 +302,26 @@ def _rdp_at(what: _Composition, order: float) -> float:
     rdp = float(accountant.rdp[0]) + order * what.precision / 2
     # Bounded range epsilon is epsilon^2/8-zCDP (Cesar and Rogers 2021); it is also epsilon-DP.
     rdp += sum(count * min(order * e * e / 8, e) for e, count in what.selections)
+    rdp += sum(count * smooth_rdp(SmoothDpEvent(beta, z), order) for beta, z, count in what.smooth)
     # What rounding makes negative would be priced at 0: we add more than its error (1e-15 a step, by mpmath).
-    rdp = max(rdp, 0.0) * (1 + 1e-12) + 1e-12 * sum(count for *_, count in what.sampled)
+    rdp = max(rdp, 0.0) * (1 + 1e-12) + 1e-12 * sum(count for *_, count in what.sampled + what.smooth)
     return math.inf if math.isnan(rdp) else rdp
+
+
+def smooth_rdp(event: SmoothDpEvent, order: float) -> float:
+    """The Renyi divergence of a smooth event at one order above 1; infinite from order 1 + 1/expm1(2 beta) on.
+
+    Between N(0, r^2) and N(t, 1) it is order t^2/(2v) - log r - log(v)/(2(order-1)), v = order - (order-1) r^2, for
+    v > 0 (Gil, Alajaji and Linder 2013). Here e^-beta <= r <= e^beta and t <= min(r, 1)/z. The term with t rises with
+    r; the others have their minimum at r = 1, and are larger at e^beta than at e^-beta. So r = e^beta, t = 1/z is the
+    worst, and this is exact. (Papernot et al. 2018, Theorem 23, print order e^(2 beta)/z^2 for the term with t, which
+    is too little where 2 order beta comes near 1.)
+    """
+    beta, z = event.beta, event.noise_multiplier
+    v = 1 - (order - 1) * math.expm1(2 * beta)
+    if v <= 0 or z == 0:
+        return math.inf
+    return order / (2 * v) / z / z + max(0.0, -beta - math.log(v) / (2 * (order - 1)))
 
 
 class _Step(NamedTuple):
@@ -294,6 +335,8 @@ class _Step(NamedTuple):
 
 
 def _pld_epsilon(what: _Composition, delta: float, adjacency: Adjacency) -> float:
+    if what.smooth:
+        return math.inf
     # Rounding moves the curve of a step, and the FFT of its loss, by some 1e-16 in delta (measured against long
     # doubles), and that adds up over the steps. So we price at a delta that is smaller by more than that.
     steps = 1 + sum(n for *_, n in what.sampled) + sum(n for *_, n in what.selections)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from dp_accounting import (
@@ -24,7 +24,7 @@ from dp_accounting import (
 )
 from torch import Tensor
 
-from fairveil.errors import UserError
+from fairveil.errors import RunFault, UserError
 from fairveil.privacy.release import MINT, Plain, Share
 from fairveil.streams import Stream
 
@@ -73,12 +73,49 @@ class ClientMechanism(Mechanism, Protocol):
         """What stands for the release of a client that is not there; every release has its names, types and shapes."""
 
 
+@runtime_checkable
+class SumMechanism(Mechanism, Protocol):
+    """A mechanism whose shares are added up, exactly and in any order, before anything of them becomes visible."""
+
+    @property
+    def asked(self) -> float:
+        """The rate at which the session draws who is asked for a share."""
+
+    @property
+    def noised_by(self) -> Sharers | None:
+        """The clients that make the noise together; None: it is added to the sum, once."""
+
+    def share(self, values: Mapping[str, Tensor], client: Client) -> tuple[Share, dict[str, float]]:
+        """One client's contribution, with diagnostics for the metrics table."""
+
+    def zero(self) -> dict[str, Tensor]:
+        """The sum of no shares at all."""
+
+    def add(self, exact: dict[str, Tensor], share: Share) -> None:
+        """Add a share to the sums in place; a TypeError, and nothing added, if it is none of this mechanism."""
+
+    def finish(
+        self, exact: Mapping[str, Tensor], stream: Stream, silent: int
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """What the algorithm may see of the sums, with diagnostics for the metrics table.
+
+        Args:
+            stream: randomness of this sum.
+            silent: how many of those that were asked did not answer.
+        """
+
+
 def canonical(mechanism: Mechanism) -> str:
-    """Every field of a mechanism as JSON with floats in hexadecimal: equal texts, equal mechanisms."""
+    """Every field of a mechanism as JSON with floats in hexadecimal: equal texts, equal mechanisms.
+
+    A field that is None unless it is given is left out while it is None: texts from before it was there stay as they
+    are.
+    """
 
     def plain(value: Any) -> Any:
         if is_dataclass(value):
-            named = {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+            given = [(f, getattr(value, f.name)) for f in fields(value)]
+            named = {f.name: plain(item) for f, item in given if not (item is None and f.default is None)}
             return {"type": f"{type(value).__module__}.{type(value).__qualname__}"} | named
         if isinstance(value, tuple):
             return [plain(item) for item in value]
@@ -187,7 +224,21 @@ class Part:
     noise_multiplier: float  # z_i
 
 
+@dataclass(frozen=True)
+class Sharers:
+    """The clients that make the noise of a sum together: all of them, of whom some may fail."""
+
+    clients: int  # N
+    tolerated: int  # t, so many may drop out, or conspire and tell each other their noise, or some of them this or that
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerated < self.clients:
+            raise ValueError(f"{self} makes no sense: at least one of the clients must be left")
+
+
 FRACTION_BITS = 40  # a contribution within its bound is a fixed-point number of at most this many bits
+SHARE_BITS, SUM_BITS = 53, 62  # of a noisy share, and of the sum of all
+FARTHEST = 10.0  # standard deviations that no coordinate of the noise reaches: see `Stream.normal`
 
 
 @dataclass(frozen=True)
@@ -200,10 +251,22 @@ class CohortSums:
     are one Gaussian sum with 1/z^2 = sum 1/z_i^2, of one Poisson draw. Shares are added as 64-bit fixed-point
     numbers, truncated towards zero (which cannot lengthen them): exact, in any order. The noise is rounded to the
     same grid, so that no low bit of a float says more than the real sum would.
+
+    The noise is added to the sum by whoever adds up; or, with `noised_by`, by the clients (Zhu et al., "Voting-based
+    Approaches for Differentially Private Federated Learning", 2020, Algorithm 5, made sound). Then all N are asked, and
+    a client that is removed is one that contributes zero. Each tosses its own coin, takes its contribution or zero,
+    and adds noise of variance (bound_i z_i)^2 / (N - t) before anything leaves it. So the noise of any N - t clients is
+    all that is priced, whatever the other t have done with theirs; more makes it no dearer. One share by itself hides
+    next to nothing: only their sum may be seen. That a client may not have taken part lowers the price only for those
+    who cannot tell whether it has: neither by its answer, which is noise in any case, nor by the time it takes.
+
+    (As printed, those that are drawn share the noise among them, 1/m_t of it each. Whoever drops out then takes some of
+    it away, an empty cohort has none, and who has added noise is who was drawn. That form is not offered.)
     """
 
     parts: tuple[Part, ...]
     sample_rate: float  # q
+    noised_by: Sharers | None = None  # None: by whoever adds the shares up
 
     def __post_init__(self) -> None:
         names = {part.name for part in self.parts}
@@ -212,12 +275,17 @@ class CohortSums:
             raise ValueError(
                 f"{self} makes no sense: parts of different names, with bounds above 0, and a rate in (0, 1]"
             )
+        if not isinstance(self.noised_by, Sharers | None):
+            raise TypeError(f"{self.noised_by} cannot add noise")
         for part in self.parts:
             noise_std(part.bound, part.noise_multiplier)
 
     @property
     def kind(self) -> str:
-        return f"noisy sum over a cohort ({', '.join(part.name for part in self.parts)})"
+        kind = f"noisy sum over a cohort ({', '.join(part.name for part in self.parts)})"
+        if self.noised_by is None:
+            return kind
+        return f"{kind}, noised by {self.noised_by.clients} clients of whom {self.noised_by.tolerated} may fail"
 
     @property
     def event(self) -> DpEvent:
@@ -229,10 +297,30 @@ class CohortSums:
         parts = ", ".join(
             f"{p.name} (bound {p.bound:g}, noise multiplier {p.noise_multiplier:.4f})" for p in self.parts
         )
-        return f"sum over clients sampled at rate {self.sample_rate:.4g}: {parts}"
+        whole = f"sum over clients sampled at rate {self.sample_rate:.4g}: {parts}"
+        if self.noised_by is None:
+            return whole
+        hidden = "" if self.sample_rate == 1 else "; who takes part is hidden, or the rate would lower no price"
+        enough = self.noised_by.clients - self.noised_by.tolerated
+        return f"{whole}; each of {self.noised_by.clients} clients adds 1/{enough} of the noise variance{hidden}"
 
-    def share(self, values: Mapping[str, Tensor]) -> tuple[Share, dict[str, float]]:
-        """Bound one client's contribution. A value that is not finite contributes zero."""
+    @property
+    def asked(self) -> float:
+        return self.sample_rate if self.noised_by is None else 1.0
+
+    def takes_part(self, client: Client) -> bool:
+        """Whether a client that is asked contributes anything but noise; a task may spare it the work if not.
+
+        Where the clients make the noise it is a coin of the client's own; otherwise who is asked was drawn.
+        """
+        coin = Stream(*client.key, "mechanism", "participation")
+        return self.noised_by is None or len(coin.coins(1, self.sample_rate)) > 0
+
+    def share(self, values: Mapping[str, Tensor], client: Client) -> tuple[Share, dict[str, float]]:
+        """Bound one client's contribution, and noise it if clients do. A value that is not finite contributes zero.
+
+        Of a client that does not take part the values count for nothing, and there are no diagnostics.
+        """
         if values.keys() != {part.name for part in self.parts}:
             raise TypeError(f"shares {sorted(values)} given, {sorted(p.name for p in self.parts)} planned")
         bounded: dict[str, Tensor] = {}
@@ -248,45 +336,100 @@ class CohortSums:
                 # a hair shorter, so that rounding never leaves it longer than the bound
                 value, diagnostics["clipped"] = value * (part.bound * (1 - 1e-12) / norm), 1.0
             bounded[part.name] = value
-        return Share(bounded, self, MINT), diagnostics
+        if self.noised_by is None:
+            return Share(bounded, self, MINT), diagnostics
+        there = self.takes_part(client)
+        return Share(self._noised(bounded, there, client.noise()), self, MINT), diagnostics if there else {}
+
+    def _noised(self, bounded: Mapping[str, Tensor], there: bool, stream: Stream) -> dict[str, Tensor]:
+        """A client's own noise on its contribution, or on zero, in fixed point as it will be added up."""
+        fixed = self.zero()
+        for part in self.parts:
+            if there:
+                fixed[part.name] += self._fixed(part, bounded[part.name])
+            if std := self._share_std(part):
+                fixed[part.name] += (std * self._scale(part) * stream.normal(part.shape)).round().to(torch.int64)
+        return self.value(fixed)
 
     def zero(self) -> dict[str, Tensor]:
-        """The sum of no shares at all."""
         return {part.name: torch.zeros(part.shape, dtype=torch.int64) for part in self.parts}
 
     def add(self, exact: dict[str, Tensor], share: Share) -> None:
-        """Add a share to the fixed-point sums in place, after checking its bound once more."""
-        for part in self.parts:
-            value = share.value[part.name]
-            if not torch.linalg.vector_norm(value) <= part.bound:  # refuses NaN as well
-                raise TypeError(f"a share of {part.name!r} is longer than its bound {part.bound}")
-            fixed = (value * self._scale(part)).trunc_()
-            if fixed.numel() and fixed.abs().max() > 2.0**FRACTION_BITS:  # only where there is no bound
-                raise UserError(
-                    f"a share of {part.name!r} is too large for an exact sum.",
-                    "Without a clip norm only updates up to 256 can be added up: the training has diverged.",
-                    "a smaller algorithm.learning_rate, or a finite privacy.clip_norm",
-                )
-            exact[part.name] += fixed.to(torch.int64)
+        """Add a share to the fixed-point sums in place, after checking its bound once more.
 
-    def finish(self, exact: Mapping[str, Tensor], stream: Stream) -> dict[str, Tensor]:
-        """Noise the exact sums: what the algorithm may see."""
-        noisy = {}
+        A noisy share is within its bound and the most that noise can be; so many of them fit the sum.
+        """
+        fixed: dict[str, Tensor] = {}
+        shapes = {name: (value.dtype, tuple(value.shape)) for name, value in share.value.items()}
+        if shapes != {part.name: (torch.float64, part.shape) for part in self.parts}:
+            raise TypeError(f"a share of the shapes {shapes}")
         for part in self.parts:
-            total, scale = exact[part.name], self._scale(part)
+            value, longest = share.value[part.name], part.bound + self._farthest(part)
+            if not torch.linalg.vector_norm(value) <= longest:  # refuses NaN as well
+                raise TypeError(f"a share of {part.name!r} is longer than its bound {longest:g}")
+            fixed[part.name] = self._fixed(part, value)
+        for name, value in fixed.items():
+            exact[name] += value
+
+    def finish(
+        self, exact: Mapping[str, Tensor], stream: Stream, silent: int
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Noise the exact sums, unless the clients have: what the algorithm may see.
+
+        Raises:
+            RunFault: so many are silent that the noise of the others may be less than what is priced.
+        """
+        if self.noised_by is not None and silent > self.noised_by.tolerated:
+            raise RunFault(
+                f"{silent} of {self.noised_by.clients} clients did not answer, and with them is missing more of the "
+                f"noise than was planned for ({self.noised_by.tolerated}, algorithm.tolerated). Nothing was released."
+            )
+        noisy = dict(exact)
+        for part in self.parts:
             std = noise_std(part.bound, part.noise_multiplier)
-            if std:
-                total = total + (std * scale * stream.normal(part.shape)).round().to(torch.int64)
-            noisy[part.name] = (total.to(torch.float64) / scale).to(torch.float32)
-        return noisy
+            if std and self.noised_by is None:
+                noise = (std * self._scale(part) * stream.normal(part.shape)).round()
+                noisy[part.name] = exact[part.name] + noise.to(torch.int64)
+        return {name: value.to(torch.float32) for name, value in self.value(noisy).items()}, {}
 
-    @staticmethod
-    def _scale(part: Part) -> float:
+    def value(self, fixed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Fixed-point sums as numbers, float64. Exact ones are for a mechanism that is made of this one, to noise."""
+        return {part.name: fixed[part.name].to(torch.float64) / self._scale(part) for part in self.parts}
+
+    def _fixed(self, part: Part, value: Tensor) -> Tensor:
+        fixed = (value * self._scale(part)).trunc_()
+        without_bound = math.isinf(part.bound)
+        if without_bound and fixed.numel() and fixed.abs().max() > 2.0**FRACTION_BITS:
+            raise UserError(
+                f"a share of {part.name!r} is too large for an exact sum.",
+                "Without a clip norm only updates up to 256 can be added up: the training has diverged.",
+                "a smaller algorithm.learning_rate, or a finite privacy.clip_norm",
+            )
+        return fixed.to(torch.int64)
+
+    def _share_std(self, part: Part) -> float:
+        """Standard deviation of the noise in one share."""
+        if self.noised_by is None:
+            return 0.0
+        enough = self.noised_by.clients - self.noised_by.tolerated
+        return noise_std(part.bound, part.noise_multiplier) / math.sqrt(enough)
+
+    def _farthest(self, part: Part) -> float:
+        """A length that the noise in one share never has."""
+        return FARTHEST * self._share_std(part) * math.sqrt(math.prod(part.shape))
+
+    def _scale(self, part: Part) -> float:
         """A power of two that maps the bound to FRACTION_BITS bits: scaling by it is exact.
 
         With a noise multiplier above 2^16 to fewer bits, so that 40 standard deviations of noise and a million
-        clients together stay within 64 bits.
+        clients together stay within 64 bits. Where clients add noise, to so few that every share fits the float64 that
+        it travels in (rounded there, it could move the sum by more than its bound), and all of them SUM_BITS.
         """
         largest = part.bound if math.isfinite(part.bound) else 256.0
-        spare = max(0, math.ceil(math.log2(part.noise_multiplier)) - 16) if part.noise_multiplier else 0
-        return 2.0 ** (FRACTION_BITS - spare - math.ceil(math.log2(largest)))
+        bits = FRACTION_BITS - math.ceil(math.log2(largest))
+        if self.noised_by is None:
+            spare = max(0, math.ceil(math.log2(part.noise_multiplier)) - 16) if part.noise_multiplier else 0
+            return 2.0 ** (bits - spare)
+        longest = largest + self._farthest(part)
+        together = self.noised_by.clients * longest
+        return 2.0 ** min(bits, SHARE_BITS - math.ceil(math.log2(longest)), SUM_BITS - math.ceil(math.log2(together)))

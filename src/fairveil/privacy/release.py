@@ -1,8 +1,8 @@
 """What can leave a client, and in which form.
 
 A task answers with one `Reply` per client. Its `out` says what leaves: a `Release` (noised at the client), a
-`Share` (bounded, not noised: for an aggregator, never seen by an algorithm), a `Public` value, or nothing
-(`Kept`). Releases and shares are minted by mechanisms only, so an unpriced leak is a type error.
+`Share` (bounded, with too little noise or none: for an aggregator, never seen by an algorithm), a `Public` value, or
+nothing (`Kept`). Releases and shares are minted by mechanisms only, so an unpriced leak is a type error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fairveil.privacy.mechanisms import ClientMechanism, CohortSums
+    from fairveil.privacy.mechanisms import ClientMechanism, SumMechanism
 
 Plain = int | float | str | bool | Tensor
 
@@ -71,16 +71,19 @@ class Release:
 
 @dataclass(frozen=True)
 class Share:
-    """Values bounded by `mechanism` but NOT noised: `Session.sum` adds them up and noises the sum."""
+    """Values bounded by `mechanism` but NOT noised, or with a part of the noise only: `Session.sum` adds them up.
+
+    The whole of the noise is in the sum: the mechanism adds it there, or all shares together bring it along.
+    """
 
     value: Mapping[str, Tensor]
-    mechanism: CohortSums
+    mechanism: SumMechanism
     mint: InitVar[object] = None
 
     def __post_init__(self, mint: object) -> None:
         if mint is not MINT:
             raise TypeError(
-                "a Share is minted by CohortSums, which bounds it: return mechanism.share(...), "
+                "a Share is minted by a mechanism for sums, which bounds it: return mechanism.share(...), "
                 "never Share(...) of your own"
             )
 

@@ -61,6 +61,18 @@ SECURE_SUM = (
     "secrecy of who took part. That it learns no single contribution takes a secure sum, which was only SIMULATED: the "
     "process of this run saw every contribution"
 )
+SHARED_NOISE = (
+    "clients, to add their shares of the noise: up to {tolerated} of the {clients} may drop out, or conspire and tell each "
+    "other theirs, and the noise of the sum is still what was priced. One share alone hides next to nothing. {sum}{draw}"
+)
+SHARED_SUM: Mapping[bool, str] = {  # by whether a secure sum is meant
+    False: "So the server is trusted too: it sees what every single client sends, and adds it up",
+    True: (
+        "That nobody sees what a single client sends takes a secure sum, which was only SIMULATED: the process of this "
+        "run saw every contribution"
+    ),
+}
+SHARED_DRAW = ". Who takes part in a round is each client's own secret coin; the price holds from those who do not know it"
 OVERLAP = ". Clients overlap: up to {} of them hold one and the same record, which is not protected as a whole"
 
 
@@ -206,6 +218,7 @@ class Statement:
     not_covered: str
     complete: bool  # whether all rounds are done
     metric: MetricTerms | None = None  # of metric privacy
+    pooled: bool = False  # whether what is published are sums over all clients
 
     def lines(self) -> list[tuple[str, str]]:
         """The guarantee and all that it rests on, as (heading, text)."""
@@ -237,7 +250,8 @@ class Statement:
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Statement:
         """What `to_json` wrote."""
-        values = {f.name: plain[f.name] for f in fields(cls) if f.name != "metric"}
+        values = {f.name: plain[f.name] for f in fields(cls) if f.name not in ("metric", "pooled")}
+        values["pooled"] = plain.get("pooled", plain["unit"] == "client")
         values["metric"] = MetricTerms(**metric) if (metric := plain.get("metric")) else None
         for key in ("epsilon", "epsilon_without_leaks", "epsilon_spent"):
             values[key] = None if values[key] is None else float(values[key])  # float("infinity") is infinite
@@ -258,10 +272,12 @@ class Statement:
             return f"{none}; but for the {what} it would be ({rounded_up(self.epsilon_without_leaks)}, {self.delta!r})"
         if self.unit == "client":
             seen, whom = "what is published of the training", "one client with all its records"
+        elif self.holders == 1 and self.pooled:
+            seen, whom = "what is published of the training", "one record of any client"
         elif self.holders == 1:
             seen, whom = "what a client sends", "one record of that client"
         else:
-            seen = "what all clients send together"
+            seen = "what is published of the training" if self.pooled else "what all clients send together"
             whom = f"one original record wherever it is held (clients overlap: up to {self.holders} hold one record)"
         change = {"add-remove": "adding or removing", "replace": "replacing"}[self.adjacency]
         return (
@@ -270,7 +286,7 @@ class Statement:
         )
 
     def _sent(self) -> str:
-        by = "by the federation" if self.unit == "client" else "by each client"
+        by = "by the federation" if self.pooled else "by each client"
         parts = []
         for release in self.releases:
             fewest, most = release.planned_per_unit
@@ -295,6 +311,7 @@ def make_statement(
     noise: NoiseSource,
     reference: bool,
     complete: bool,
+    pooled: bool,
     elsewhere: bool = False,
 ) -> Statement:
     """The statement of a run.
@@ -306,6 +323,7 @@ def make_statement(
         spent: epsilon of what was posted, the largest over units; None before anything could be.
         planned, posted: by unit, in the same order, the smallest unit first.
         reference: whether models are trained without privacy, for evaluation.
+        pooled: whether what is published are sums over all clients.
         elsewhere: whether clients are on machines of their own.
     """
     kinds = sorted({mechanism.kind for releases in planned for mechanism in releases})
@@ -327,11 +345,12 @@ def make_statement(
         releases=tuple(_kind(kind, planned, posted) for kind in kinds),
         public=dict(public),
         noise_source=NOISE_SOURCES[noise],
-        not_covered=(ELSEWHERE["client" if unit == "client" else "record"] if elsewhere else NOT_COVERED)
+        not_covered=(ELSEWHERE["client" if pooled else "record"] if elsewhere else NOT_COVERED)
         + (REFERENCE if reference else "")
         + (OVERLAP.format(holders) if unit != "record" and holders > 1 else ""),
         complete=complete,
         metric=metric,
+        pooled=pooled,
     )
 
 

@@ -225,7 +225,7 @@ def _privacy(run: Run, statement: Statement, spent: Spending) -> list[Any]:
                 words("" if posted is None else _times(posted)), words(release.what),
             ]
         )  # fmt: skip
-    per = "the federation" if statement.unit == "client" else "each client"
+    per = "the federation" if statement.pooled else "each client"
     columns = ["release", "planned", "posted", "each time"]
     blocks += [Table("releases", f"What is sent, by {per}.", columns, rows, beside=True)]
     return [*texts, *blocks, Text(_checked(run, statement, spent), heading="Checked for this page")]

@@ -126,7 +126,7 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
 
 def _protected(config: RunConfig) -> str:
     """What a run protects, in words."""
-    unit = config.build_algorithm().unit
+    unit = config.unit
     return "client's local models (metric privacy)" if unit == "metric" else f"{unit} under {config.privacy.adjacency}"
 
 

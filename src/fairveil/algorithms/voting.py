@@ -1,0 +1,187 @@
+"""What the voting systems share: public queries, votes of all clients, and a student that learns from the winners.
+
+Zhu, Yu, Tsai, Pittaluga, Faraki, Chandraker and Wang, "Voting-based Approaches for Differentially Private Federated
+Learning" (2020). The server has public records without labels (`[data.server]`). For Q of them every client, an *agent*
+there, gives its vote; the votes are added up with noise, and the winners are the labels (`fairveil.privacy.votes`). On
+these the server trains the model that serves everybody, the *student*, and on the remaining public records without
+labels (`fairveil.student`). Whatever the student learns is a function of public records and published labels: free.
+
+Privacy unit: one client with all its records (`privacy.unit = "client"`, their agent level) or one record of any client
+(`"record"`, their instance level). `privacy.noise_multiplier` is sigma, in votes. Trust: the server, with the votes of
+every client; or, with noise that clients make together and a secure sum, nobody with single votes.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fairveil.algorithms.base import Algorithm, NoiseFor, Unit, Voted
+from fairveil.errors import UserError
+from fairveil.privacy.consensus import SmoothedPrice
+from fairveil.privacy.mechanisms import Mechanism, Sharers
+from fairveil.privacy.votes import UNANSWERED, NoisyVotes
+from fairveil.session import Facts, Pick, Session, Task, Terms
+from fairveil.student import StudentTraining, train_student
+
+
+@dataclass(frozen=True)
+class State:
+    labels: np.ndarray  # of the queries asked so far; UNANSWERED where nobody won
+    model: Tensor  # the student (p,)
+    cost: float  # published price of these answers, see `SmoothedPrice`
+
+
+class Voting(Algorithm[State]):
+    """Hyper-parameters and rounds of a voting system; `votes` and `task` say who votes how."""
+
+    unit: ClassVar[Unit] = "client"
+    other_units: ClassVar[tuple[Unit, ...]] = ("record",)
+    pooled: ClassVar[bool] = True
+    needs_public: ClassVar[bool] = True
+    trust: ClassVar[str] = (
+        "the server: every client sends it its votes without noise; it adds them up, adds the noise, publishes the "
+        "winners, and keeps to itself what each client has voted"
+    )
+
+    rounds: int = Field(1, ge=1, description="the queries are asked in so many parts, a student after each")
+    queries: int = Field(500, ge=1, description="Q, public records that are voted on")
+    confidence: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, examples=[0.6], description="share of the votes that a winner needs, else no answer"
+    )
+    answers: Annotated[int, Field(ge=1)] | None = Field(
+        None, examples=[250], description="the most that are answered, with a confidence"
+    )
+    check_noise: float = Field(3.0, gt=0, description="noise of that count, over the noise of the votes")
+    noise: Literal["server", "distributed"] = Field("server", description="who makes it; or the clients together")
+    tolerated: int = Field(0, ge=0, description="t, clients that may drop out or conspire then")
+    publish_cost: bool = Field(False, description="a price for these very data, sanitised; itself a release")
+    student_steps: int = Field(3000, ge=1, description="of the student's training")
+    student_batch: int = Field(64, ge=1, description="labelled records in a step, and as many others")
+    student_rate: float = Field(0.001, gt=0, description="learning rate of Adam, falling to 0")
+    vat: float = Field(1.0, ge=0, description="weight of virtual adversarial training; 0: labelled records only")
+    vat_radius: float = Field(2.0, gt=0, description="how far it moves a record")
+
+    def settled(self, facts: Facts, noise: NoiseFor) -> Self:
+        clients, parts = len(facts.size), self.rounds * (1 if self.answers is None else 1)
+        if not facts.classes:
+            raise UserError(
+                f"algorithm.name = \"{self.name}\" does not fit a regression.",
+                "Votes are for classes. Nothing was run.",
+                "data with classes",
+            )
+        if self.queries > facts.public:
+            raise UserError(
+                f"algorithm.queries = {self.queries} is more than the server has records: {facts.public}.",
+                "Each of them is voted on once. Nothing was run.",
+                f"algorithm.queries = {facts.public}, or more of data.server.records",
+            )
+        if self.queries < parts:
+            raise UserError(
+                f"algorithm.rounds = {self.rounds} is more than algorithm.queries = {self.queries}.",
+                "Every round asks at least one of them. Nothing was run.",
+                f"algorithm.rounds = {self.queries}, or fewer",
+            )
+        if self.answers is not None and (self.confidence is None or not self.rounds <= self.answers <= self.queries):
+            raise UserError(
+                f"algorithm.answers = {self.answers} makes no sense here.",
+                "It limits the answers among algorithm.queries, at least one in a round, and needs a confidence: else\n"
+                "every query is answered. Nothing was run.",
+                "leave it out, or algorithm.confidence = 0.6",
+            )
+        if self.tolerated and (self.noise == "server" or self.tolerated >= clients):
+            raise UserError(
+                f"algorithm.tolerated = {self.tolerated} makes no sense here.",
+                f"It counts, of {clients} clients, those whose share of the noise may be missing. Nothing was run.",
+                f'algorithm.noise = "distributed" and algorithm.tolerated = {min(self.tolerated, clients - 1)}, or 0',
+            )
+        if self.noise == "distributed" and (self.confidence is not None or self.publish_cost):
+            what = "confidence" if self.confidence is not None else "publish_cost"
+            raise UserError(
+                f'algorithm.{what} does not go with algorithm.noise = "distributed".',
+                "It needs the exact votes, which nobody sees then. Nothing was run.",
+                'algorithm.noise = "server", or leave it out',
+            )
+        return self
+
+    # ---- what is asked -----------------------------------------------------------------------------
+
+    task: ClassVar[Task]  # by which a client votes on the input "queries" (Q, d)
+
+    @abstractmethod
+    def votes(self, terms: Terms, asked: dict[str, Any]) -> NoisyVotes:
+        """The mechanism of one round, from what all voting systems have in common."""
+
+    def prepare(self, session: Session) -> None:
+        """What clients do before the first vote; nothing leaves them."""
+
+    def part(self, number: int) -> tuple[int, int]:
+        """The queries of a round, from ... to."""
+        first, last = (self.queries * n // self.rounds for n in (number - 1, number))
+        return first, last
+
+    def in_round(self, terms: Terms, number: int) -> NoisyVotes:
+        """The votes of a round: sigma = the noise multiplier, in votes."""
+        first, last = self.part(number)
+        clients, sigma, most = len(terms.facts.size), terms.noise_multiplier, self.answers or self.queries
+        asked: dict[str, Any] = {
+            "queries": last - first,
+            "classes": terms.facts.classes,
+            "noise_multiplier": sigma,
+            "unit": terms.facts.unit,
+            "adjacency": terms.facts.adjacency,
+            "answers": min(last - first, most * number // self.rounds - most * (number - 1) // self.rounds),
+            "noised_by": Sharers(clients, self.tolerated) if self.noise == "distributed" else None,
+            "cost": SmoothedPrice() if self.publish_cost and sigma else None,
+        }
+        if self.confidence is not None:
+            asked |= {"threshold": self.confidence * clients, "threshold_noise": self.check_noise * sigma}
+        return self.votes(terms, asked)
+
+    def releases(self, terms: Terms) -> Counter[Mechanism]:
+        if terms.size is not None:
+            return Counter()
+        return Counter(self.in_round(terms, number) for number in range(1, self.rounds + 1))
+
+    # ---- rounds ------------------------------------------------------------------------------------
+
+    def start(self, session: Session) -> State:
+        return State(np.zeros(0, np.int64), session.initial_model("student"), 0.0)
+
+    def round(self, session: Session, state: State) -> State:
+        if session.round == 1:
+            self.prepare(session)
+        first, last = self.part(session.round)
+        public = session.public
+        votes = session.sum(
+            type(self).task, session.cohort(1.0), self.in_round(session.federation_terms, session.round),
+            shared={"queries": public[first:last].flatten(1)},
+        )  # fmt: skip
+        labels = np.concatenate([state.labels, votes["labels"].numpy()])
+        cost = state.cost + float(votes["cost"]) if "cost" in votes else 0.0
+        return State(labels, self._student(session, labels), cost)
+
+    def _student(self, session: Session, labels: np.ndarray) -> Tensor:
+        """A model of the answered queries, and of all other public records without labels."""
+        public, answered = session.public, torch.from_numpy(labels != UNANSWERED)
+        x, y = public[: len(labels)][answered], torch.from_numpy(labels)[answered]
+        others = torch.cat([public[: len(labels)][~answered], public[len(labels) :]])
+        training = StudentTraining(
+            steps=self.student_steps, batch_size=self.student_batch, learning_rate=self.student_rate,
+            vat_weight=self.vat, vat_radius=self.vat_radius,
+        )  # fmt: skip
+        start = session.initial_model("student")
+        return train_student(session.model, start, x, y, others, training, session.stream("student"))
+
+    def serve(self, facts: Facts, state: State) -> Pick:
+        return Pick.same(state.model, facts)
+
+    def voted(self, state: State) -> Voted:
+        return Voted(state.labels, state.cost if self.publish_cost else None)
