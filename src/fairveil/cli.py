@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -235,34 +236,51 @@ def sweep(
         raise typer.Exit(1)
 
 
+_training = partial(typer.Option, rich_help_panel="Training")
+_votes = partial(typer.Option, rich_help_panel="Votes")
+
+
 @app.command()
 def account(
     delta: Annotated[float, typer.Option(help="delta")],
-    records: Annotated[int, typer.Option(min=1, help="N, records of one client")],
-    batch: Annotated[int, typer.Option(min=1, help="b, expected batch")],
-    rounds: Annotated[int, typer.Option(min=1, help="E, rounds")],
     epsilon: Annotated[float | None, typer.Option(help="the budget; the noise is solved")] = None,
-    noise_multiplier: Annotated[float | None, typer.Option(help="the noise; its price is told")] = None,
-    local_epochs: Annotated[int, typer.Option(min=1, help="K, passes in a round")] = 1,
-    full_first_round: Annotated[bool, typer.Option("--full-first-round", help="round 1 uses all records")] = False,
-    first_round_factor: Annotated[float, typer.Option(help="round 1 has this many times the noise")] = 1.0,
-    select_rounds: Annotated[int, typer.Option(min=0, help="T, private choices")] = 0,
-    select_epsilon: Annotated[float | None, typer.Option(help="epsilon of each choice")] = None,
     adjacency: Annotated[str, typer.Option(help="add-remove or replace")] = "add-remove",
     accountant: Annotated[str, typer.Option(help="rdp, pld or tightest")] = "tightest",
     as_json: AsJson = False,
+    records: Annotated[int | None, _training(min=1, help="N, records of one client")] = None,
+    batch: Annotated[int | None, _training(min=1, help="b, expected batch")] = None,
+    rounds: Annotated[int | None, _training(min=1, help="E, rounds")] = None,
+    noise_multiplier: Annotated[float | None, _training(help="the noise; its price is told")] = None,
+    local_epochs: Annotated[int | None, _training(min=1, help="K, passes in a round; else 1")] = None,
+    full_first_round: Annotated[bool, _training("--full-first-round", help="round 1 uses all records")] = False,
+    first_round_factor: Annotated[float | None, _training(help="round 1 has this many times the noise; else 1")] = None,
+    select_rounds: Annotated[int | None, _training(min=0, help="T, private choices; else none")] = None,
+    select_epsilon: Annotated[float | None, _training(help="epsilon of each choice")] = None,
+    vote: Annotated[bool, _votes("--vote", help="votes, not training")] = False,
+    queries: Annotated[int | None, _votes(help="Q, public records that are voted on")] = None,
+    sigma: Annotated[float | None, _votes(help="the noise, in votes; its price is told")] = None,
+    unit: Annotated[str | None, _votes(help="agent (client) or instance (record)")] = None,
+    neighbours: Annotated[int | None, _votes(help="k, nearest records by which a client votes; else a model")] = None,
+    answers: Annotated[int | None, _votes(help="A, the most queries answered; else all")] = None,
+    threshold_noise: Annotated[float | None, _votes(help="noise of the count that decides on an answer")] = None,
+    labels: Annotated[int | None, _votes(help="tau, classes that one vote names; else one")] = None,
+    classes: Annotated[int | None, _votes(help="C, classes; else however many")] = None,
 ) -> None:
     """The noise for a budget, or the price of a noise, without a config."""
-    from fairveil.schedule import Schedule, account_schedule
+    from fairveil.schedule import account_options
 
-    schedule = Schedule(
-        records=records, batch=batch, rounds=rounds, local_epochs=local_epochs, full_first_round=full_first_round,
-        first_round_factor=first_round_factor, select_rounds=select_rounds, select_epsilon=select_epsilon,
-    )  # fmt: skip
-    answer = account_schedule(
-        schedule, epsilon=epsilon, noise_multiplier=noise_multiplier, delta=delta, adjacency=adjacency,
-        accountant=accountant,
-    )  # fmt: skip
+    training = {
+        "records": records, "batch": batch, "rounds": rounds, "noise_multiplier": noise_multiplier,
+        "local_epochs": local_epochs, "full_first_round": full_first_round, "first_round_factor": first_round_factor,
+        "select_rounds": select_rounds, "select_epsilon": select_epsilon,
+    }  # fmt: skip
+    votes = {
+        "queries": queries, "sigma": sigma, "unit": unit, "neighbours": neighbours, "answers": answers,
+        "threshold_noise": threshold_noise, "labels": labels, "classes": classes,
+    }  # fmt: skip
+    answer = account_options(
+        vote, training, votes, epsilon=epsilon, delta=delta, adjacency=adjacency, accountant=accountant
+    )
     if as_json:
         print_json(answer)
     else:

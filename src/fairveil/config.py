@@ -53,7 +53,8 @@ class ServerConfig(Section):
 
     dataset: str = Field(examples=["usps"])
     options: dict[str, Any] = {}
-    records: int | None = Field(None, ge=1, examples=[1000])  # of its training rows, drawn by the seed; None: all
+    rows: Literal["train", "test"] = "train"  # which of its rows; of the test rows those left over judge
+    records: int | None = Field(None, ge=1, examples=[1000])  # drawn by the seed; None: all, or half of the test rows
     judge: bool = True  # models are tested on its test records; false: on the clients' own
 
 
@@ -220,8 +221,10 @@ class RunConfig(Section):
         if server is None:
             return federation
         clients, _ = check_dataset(data.dataset, data.options, data.split)
-        held = check_server(server.dataset, server.options, clients)
-        return with_server(federation, clients, held, records=server.records, judge=server.judge, seed=self.seed)
+        held = check_server(server.dataset, server.options, clients, server.rows)
+        return with_server(
+            federation, clients, held, rows=server.rows, records=server.records, judge=server.judge, seed=self.seed
+        )
 
     def model_spec(self, federation: Federation) -> ModelSpec:
         """How to build the model for this federation's records."""
@@ -316,7 +319,7 @@ def make_config(values: Mapping[str, Any], settings: Sequence[str] = ()) -> RunC
     config.build_algorithm()
     clients, _ = check_dataset(config.data.dataset, config.data.options, config.data.split)
     if config.data.server is not None:
-        check_server(config.data.server.dataset, config.data.server.options, clients)
+        check_server(config.data.server.dataset, config.data.server.options, clients, config.data.server.rows)
     check_model(config.model.name, config.model.options)
     if config.data.dataset == "clients":
         _check_elsewhere(config)

@@ -72,7 +72,10 @@ class _Trial:
         self._plain: Outcome | None = None
 
     def config(self, **sections: dict[str, Any]) -> RunConfig:
-        """The small federation; `sections` are laid over it."""
+        """The small federation; `sections` are laid over it.
+
+        Where the server must hold public records, they are test records of the same digits.
+        """
         values: dict[str, Any] = {
             "data": {
                 "dataset": "digits",
@@ -83,6 +86,8 @@ class _Trial:
             "privacy": {"epsilon": 8.0, "delta": 1e-3},
             "engine": {"workers": 1, "block": 1},
         }
+        if find_algorithm(self.name).needs_public:
+            values["data"]["server"] = {"dataset": "digits", "rows": "test"}
         return make_config(values | sections)
 
     @property

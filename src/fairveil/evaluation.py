@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,11 @@ from fairveil.cache import kept
 from fairveil.data.federation import Federation, Records
 from fairveil.models import Model
 from fairveil.plan import Plan
+from fairveil.privacy.accounting import ORDERS, rdp_epsilon
+from fairveil.privacy.consensus import smoothed_epsilon
+from fairveil.privacy.ledger import FEDERATION
 from fairveil.privacy.release import Plain
+from fairveil.privacy.statement import json_number
 from fairveil.serving import Served, diverged
 from fairveil.session import Call, Engine, Job, Offer, Pick, Task
 from fairveil.store import Score, Store, of_records
@@ -144,6 +149,29 @@ def reference_model(model: Model, federation: Federation, group: int) -> Tensor:
     finally:
         torch.set_num_threads(threads)
     return weights.detach()
+
+
+def votes_of(plan: Plan, store: Store, state: object) -> dict[str, Any] | None:
+    """What a voting system found, beside the true labels of the server's records; None: nobody votes.
+
+    "epsilon_not_sanitised" is the price of these very answers. It tells of the records, so that it is for the eyes of
+    whoever may see them: a simulation has it, a federation has not. "epsilon_sanitised" was published, at a price.
+    """
+    found, server = plan.algorithm.voted(state), plan.federation.server
+    if found is None or server is None:
+        return None
+    answered, delta = found.labels >= 0, plan.config.privacy.delta
+    right = found.labels == server.labels[: len(found.labels)].numpy()
+    figures: dict[str, Any] = {"queries": len(found.labels), "answered": int(answered.sum())}
+    figures["accuracy"] = float(right[answered].mean()) if answered.any() else None
+    measured = store.totals(FEDERATION)
+    if all(f"rdp@{order!r}" in measured for order in ORDERS):
+        curve = np.array([measured[f"rdp@{order!r}"] for order in ORDERS])
+        figures["epsilon_not_sanitised"] = json_number(min(rdp_epsilon(curve, delta), plan.price.epsilon))
+    if found.cost is not None:
+        cost = found.cost
+        figures["epsilon_sanitised"] = json_number(smoothed_epsilon(cost.total, cost.price, delta, cost.times))
+    return figures
 
 
 def _asked(

@@ -19,11 +19,7 @@ from fairveil.errors import UserError, nearest
 from fairveil.models import Model
 from fairveil.options import shown
 from fairveil.preparation import preparation_releases
-from fairveil.privacy.accounting import (
-    Price,
-    calibrate_many,
-    price,
-)
+from fairveil.privacy.accounting import Price, calibrate_many, price
 from fairveil.privacy.gradients import path_of
 from fairveil.privacy.ledger import FEDERATION, Ledger
 from fairveil.privacy.mechanisms import Mechanism, Releases, Sharers, canonical, events_of, without_leaks
@@ -302,14 +298,8 @@ def is_pooled(algorithm: Algorithm[Any], facts: Facts) -> bool:
 
 
 def unit_holders(algorithm: Algorithm[Any], federation: Federation, facts: Facts) -> int:
-    """How often what one unit releases has to be counted, where several clients hold one original record.
-
-    What h holders release one by one is h releases. In one sum they may all move the same way: h times as far, which
-    costs a Gaussian as much as h^2 releases.
-    """
-    if facts.unit != "record":
-        return 1
-    return federation.holders**2 if is_pooled(algorithm, facts) else federation.holders
+    """Record level: how many clients hold one original record; what they all release tells of it."""
+    return federation.holders if facts.unit == "record" and not is_pooled(algorithm, facts) else 1
 
 
 def materials(
@@ -323,6 +313,7 @@ def materials(
     algorithm = config.build_algorithm()
     federation = config.build_federation()
     _check_fairness(config, federation)
+    _check_public(config, algorithm, federation)
     model = config.model_spec(federation).build()
     if config.unit == "record" and not algorithm.pooled:
         path_of(model)  # refuses what has no per-record gradients
@@ -335,6 +326,7 @@ def materials(
         clip_norm=config.privacy.clip_norm,
         adjacency=config.privacy.adjacency,
         unit=config.unit,
+        public=0 if federation.server is None else len(federation.server.x),
     )
 
     def noise(variant: Algorithm[Any], size: int) -> float:
@@ -368,6 +360,23 @@ def _check_fairness(config: RunConfig, federation: Federation) -> None:
         )
 
 
+def _check_public(config: RunConfig, algorithm: Algorithm[Any], federation: Federation) -> None:
+    """Whether there are the public records that the algorithm needs, and sums that have a price."""
+    if algorithm.needs_public and federation.server is None:
+        raise UserError(
+            "data.server is missing.",
+            f"{config.algorithm.name} asks the clients about public records that the server holds. Nothing was run.",
+            '[data.server] with dataset = "usps", say; or rows = "test" of the same dataset (docs/voting.md)',
+        )
+    if config.unit == "record" and algorithm.pooled and federation.holders > 1:
+        raise UserError(
+            f'privacy.unit = "record" does not go with {config.algorithm.name} where clients overlap.',
+            f"A record that {federation.holders} clients hold moves the votes of all of them, which has no price\n"
+            "here. Nothing was run.",
+            'data.split.overlap = false, or privacy.unit = "client"',
+        )
+
+
 def _check_budget(privacy: PrivacyConfig, epsilon: float) -> None:
     """What does not depend on the noise that is solved for may cost more than there is."""
     if privacy.epsilon is not None and epsilon > privacy.epsilon:
@@ -386,8 +395,9 @@ def _check_delta(config: RunConfig, algorithm: Algorithm[Any], federation: Feder
     elif facts.unit == "record":
         # A rounded size may stand for any up to the next on the grid. Clients elsewhere round by their own policies.
         exact = config.data.sizes == "public" and not federation.elsewhere
-        whose, held = ("All clients together have", facts.size.sum()) if algorithm.pooled else (
-            "The largest client has", facts.size.max())
+        whose, held = "The largest client has", facts.size.max()
+        if algorithm.pooled:
+            whose, held = "All clients together have", facts.size.sum()
         count = int(held * (1 if exact else 10 ** (1 / GRID_PER_DECADE)))
         who = f"{whose} {'' if exact else 'up to '}{count:,} records"
     else:
@@ -443,8 +453,8 @@ def _check_scope(algorithm: Algorithm[Any], terms: Mapping[int, Terms], protecte
     outside = next((t for unit, t in terms.items() if unit not in protected and algorithm.releases(t)), None)
     if outside is not None:
         raise TypeError(
-            f"{type(algorithm).__name__} {'sums over clients' if outside.size else 'has no sums'} but declares releases of "
-            f"{'the federation' if outside.size is None else 'single clients'}, which that price does not cover"
+            f"{type(algorithm).__name__} {'sums over clients' if outside.size else 'has no sums'} but declares "
+            f"releases of {'the federation' if outside.size is None else 'single clients'}, which that does not cover"
         )
 
 

@@ -100,7 +100,9 @@ class Run:
             for name, column in zip(("round", "split", "model", "metric"), same, strict=True)
         }
         columns |= {"client": client, "value": np.frombuffer(b"".join(values), VALUE)}
-        columns |= {"group": pd.Categorical(self.clients["group"])[client]}
+        groups = pd.Categorical(self.clients["group"])
+        codes = np.where(client < 0, -1, groups.codes[client])  # a sum over all clients is of no group
+        columns |= {"group": pd.Categorical.from_codes(codes, dtype=groups.dtype)}
         columns |= {"cluster": _whole(clusters, length), "n": _whole(numbers, length)}
         return pd.DataFrame(columns)[list(METRICS)]
 

@@ -21,11 +21,12 @@ from fairveil.engine.blocks import best_block
 from fairveil.engine.local import LocalEngine
 from fairveil.engine.ray import RayEngine
 from fairveil.errors import PrivacyError, RunFault, UserError
-from fairveil.evaluation import cost_scores, save_confusion, scores_of
+from fairveil.evaluation import cost_scores, save_confusion, scores_of, votes_of
 from fairveil.fairness import Summary, fairness_symbol, group_differences
 from fairveil.plan import Plan, make_plan, materials
 from fairveil.preparation import feature_statistics
 from fairveil.privacy.accounting import rdp_curve, rdp_epsilon
+from fairveil.privacy.ledger import FEDERATION
 from fairveil.privacy.mechanisms import canonical
 from fairveil.privacy.statement import Statement, json_number
 from fairveil.provenance import commit, published, resume_command, versions
@@ -72,6 +73,8 @@ class RunResult:
     fairness: Mapping[str, Any] = field(default_factory=dict)  # F_acc, F_loss; differences of rates between groups
     # of metric privacy: epsilon at the radius, median and maximum over clients; and the radius, if it is a public one
     budget: Mapping[str, float] | None = None
+    # of a voting system: queries, answered, accuracy of the answers, epsilon of these very answers
+    votes: Mapping[str, Any] | None = None
 
     @property
     def main(self) -> tuple[str, Summary] | None:
@@ -93,6 +96,7 @@ class RunResult:
             **({name: asdict(summary) for name, summary in self.metrics.items()} or {"scores": SCORES_STAY}),
             **({"clusters": self.clusters} if self.clusters else {}),
             **({"fairness": self.fairness} if self.fairness else {}),
+            **({"votes": self.votes} if self.votes else {}),
             **({"budget": {key: json_number(value) for key, value in self.budget.items()}} if self.budget else {}),
             "guarantee": self.statement.sentence(),
         }
@@ -292,6 +296,8 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None, place: Pla
     scores: list[Score] = []
 
     def observe(client: int, task: str, diagnostics: Mapping[str, float]) -> None:
+        if client == FEDERATION and plan.federation.elsewhere:
+            return  # of a sum over clients that are really others: for nobody to keep
         scores.extend(Score(session.round, client, "train", task, name, value) for name, value in diagnostics.items())
 
     checkpoint = store.latest()
@@ -302,6 +308,7 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None, place: Pla
         session = Session(
             plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=config.seed,
             root=place.root(plan, store), personal=personal, observe=observe, public_tasks=algorithm.public_tasks,
+            public=None if plan.federation.server is None else plan.federation.server.x,
         )  # fmt: skip
         state, done = algorithm.start(session), 0
         gauge = _Gauge(plan, store) if progress else None
@@ -364,7 +371,7 @@ def _finish(plan: Plan, store: Store, state: object) -> RunResult:
     result = RunResult(
         store.folder, name, plan.algorithm.rounds, store.seconds(), statement, metrics, provenance,
         plan.federation.clients, clusters_of(plan, state), _fairness(run),
-        _budget(run, statement),
+        _budget(run, statement), votes_of(plan, store, state),
     )  # fmt: skip
     store.write("result.json", json.dumps(result.to_json(), indent=2).encode())
     return result

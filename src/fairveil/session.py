@@ -24,7 +24,6 @@ from fairveil.privacy.mechanisms import ClientMechanism, Mechanism, SumMechanism
 from fairveil.privacy.release import MINT, Kept, Plain, Public, Release, Reply, Share, digest_values
 from fairveil.streams import Stream
 
-
 Unit = Literal["record", "client", "metric"]  # what a guarantee protects
 
 
@@ -40,6 +39,7 @@ class Facts:
     clip_norm: float  # c
     adjacency: Adjacency = "add-remove"
     unit: Unit = "record"
+    public: int = 0  # records that the server holds
 
     @cached_property
     def clients(self) -> np.ndarray:
@@ -177,17 +177,18 @@ class Session:
             two budgets under one noise would give the data away.
         personal: by client, as the runner saves it.
         observe: takes (client, task, diagnostics) to the metrics table.
+        public: the records that the server holds (n, *features), without labels; None: none.
         stage: what requests are named by before a round begins; while it is empty nothing can be asked.
     """
 
     def __init__(
         self, facts: Facts, terms: Mapping[int, Terms], *, model: Model, engine: Engine, ledger: Ledger,
         seed: int, root: str, personal: dict[int, Mapping[str, Tensor]], observe: Observe,
-        public_tasks: Container[str] = (), stage: str = "",
+        public_tasks: Container[str] = (), public: Tensor | None = None, stage: str = "",
     ) -> None:  # fmt: skip
         self.facts, self.terms, self.model = facts, terms, model
         self._engine, self._ledger, self._observe, self._personal = engine, ledger, observe, personal
-        self._seed, self._root, self._public_tasks = seed, root, public_tasks
+        self._seed, self._root, self._public_tasks, self._public = seed, root, public_tasks, public
         self._round = self._asked = 0
         self._stage = stage
         self._drawn: dict[Cohort, np.ndarray] = {}  # who is in the cohorts of this round that are not yet summed
@@ -211,6 +212,13 @@ class Session:
     def initial_model(self, purpose: str = "initial model") -> Tensor:
         """Fresh parameters (p,); the same for the same seed and purpose, in this run and others."""
         return self.model.initial(Stream(self._seed, purpose))
+
+    @property
+    def public(self) -> Tensor:
+        """The public records of the server (n, *features), in an order drawn by the seed."""
+        if self._public is None:
+            raise TypeError("the server holds no public records: an algorithm that needs some says so (needs_public)")
+        return self._public
 
     @property
     def federation_terms(self) -> Terms:

@@ -200,6 +200,14 @@ class Store:
             return {}
         return dict(zip(np.frombuffer(row[0], CLIENT).tolist(), np.frombuffer(row[1], kind).tolist(), strict=True))
 
+    def totals(self, unit: int) -> dict[str, float]:
+        """By metric, the sums over rounds of what was measured of one unit alone: of the federation, say."""
+        found: dict[str, float] = {}
+        alone = np.array([unit], CLIENT).tobytes()
+        for metric, value in self.database.execute("SELECT metric, value FROM scores WHERE client = ?", (alone,)):
+            found[metric] = found.get(metric, 0.0) + float(np.frombuffer(value, VALUE)[0])
+        return found
+
     def save_confusion(self, rows: Sequence[tuple[int, str, str, int, int, int]]) -> None:
         """How often the served models took one class for another, at the end.
 

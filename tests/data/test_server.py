@@ -192,7 +192,7 @@ def test_any_number_of_workers_gives_the_same_run(small: dict[str, Any], runs: P
         chosen = config(small | {"engine": {"workers": workers}}, dataset=FAXES, judge=judge)
         results.append(start_run(chosen, runs=runs).folder)
     assert not differ(*map(outcome, results))
-    tested = load_run(results[1]).scores.query("split == 'test' and metric == 'accuracy'")["n"]
+    tested = load_run(results[1]).metrics.query("split == 'test' and metric == 'accuracy'")["n"]
     assert set(tested) == {TESTS if judge else 359}
 
 
@@ -281,7 +281,8 @@ def test_the_fingerprint_covers_what_the_server_holds(small: dict[str, Any]) -> 
 def test_the_config_reads_back_and_without_a_server_says_nothing_of_one(small: dict[str, Any]) -> None:
     plain, with_one = make_config(small), config(small, dataset=FAXES, records=7)
     assert "server" not in plain.resolved()["data"] and "server" not in plain.to_toml()
-    assert with_one.resolved()["data"]["server"] == {"dataset": FAXES, "options": {}, "records": 7, "judge": True}
+    expected = {"dataset": FAXES, "options": {}, "rows": "train", "records": 7, "judge": True}
+    assert with_one.resolved()["data"]["server"] == expected
     assert make_config(with_one.resolved()).digest() == with_one.digest() != plain.digest()
     assert config(small, dataset=FAXES).digest() != with_one.digest()
 
@@ -422,11 +423,33 @@ def test_records_of_the_clients_are_not_public(small: dict[str, Any], tmp_path: 
 
 
 def test_generated_records_are_drawn_from_the_same_streams(small: dict[str, Any]) -> None:
-    data = {"dataset": "gaussian-clusters", "options": {"clients": [2], "records": 30}}
-    error = refused(
-        small, data, dataset="gaussian-clusters", options={"clients": [1], "records": 10, "test_records": 5}
-    )
-    assert "15 of them are training records of client 0" in error.why
+    """The first client of both has the same records, unless the numbers of records differ."""
+    data = {"dataset": "gaussian-clusters", "options": {"clients": [2], "records": 30, "test_records": 5}}
+    options = {"clients": [1], "records": 30, "test_records": 5}
+    error = refused(small, data, dataset="gaussian-clusters", options=options)
+    assert "30 of them are training records of client 0" in error.why
+    others = federation(small, 0, data, dataset="gaussian-clusters", options=options | {"records": 10})
+    assert len(held(others).x) == 10
+
+
+# ---- test rows -------------------------------------------------------------------------------------
+
+
+def test_test_rows_are_shared_between_the_server_and_the_judges(small: dict[str, Any]) -> None:
+    """Half of them unless so many are asked for; also where the clients train on the other rows of that dataset."""
+    for records, expected in ((None, 179), (100, 100)):
+        found = federation(small, 1, dataset="digits", rows="test", **({} if records is None else {"records": records}))
+        public, judges = held(found).x, found.load(0).test.x
+        assert len(public) == expected and len(judges) == 359 - expected
+        rows = {row.numpy().tobytes() for row in torch.cat([public, judges])}
+        assert len(rows) == 359  # no two digits of the test rows are equal
+        upright = [c for c in range(found.clients) if found.groups[found.group[c]] == found.groups[0]]
+        assert not rows & {row.numpy().tobytes() for c in upright for row in found.load(c).train.x}
+    error = refused(small, dataset="digits", rows="test", records=360)
+    assert "359 test records" in error.why
+    error = refused(small, dataset="digits", rows="test", records=359)
+    assert "judge" in error.what
+    assert len(held(federation(small, 1, dataset="digits", rows="test", records=359, judge=False)).x) == 359
 
 
 # ---- what a federation can hold --------------------------------------------------------------------
@@ -435,7 +458,7 @@ def test_generated_records_are_drawn_from_the_same_streams(small: dict[str, Any]
 def test_records_that_do_not_fit_together(small: dict[str, Any]) -> None:
     x, labels = torch.zeros(3, 1, 8, 8), torch.zeros(3, dtype=torch.int64)
     for wrong in ((x[:2], labels), (x.double(), labels), (x, labels.float()), (x[:0], labels[:0])):
-        with pytest.raises(ValueError, match="records|labels"):
+        with pytest.raises(ValueError, match=r"records|labels"):
             ServerRecords("faxes", *wrong)
     plain = make_config(small).build_federation()
     assert replace(plain, server=ServerRecords("faxes", x, labels)).server
@@ -477,7 +500,7 @@ def test_domains_on_both_sides(small: dict[str, Any]) -> None:
     data = {"dataset": "office-caltech10", "options": {"domains": ["amazon", "caltech", "dslr"]}}
     found = published(small, data, dataset="office-caltech10", options={"domains": ["webcam"]})
     assert len(held(found).x) + len(found.load(0).test) == 295 and found.groups == ("amazon", "caltech", "dslr")
-    with pytest.raises(UserError, match="data.server holds records of the clients") as error:
+    with pytest.raises(UserError, match=r"data\.server holds records of the clients") as error:
         published(small, data, dataset="office-caltech10", options={"domains": ["dslr", "webcam"]})
     assert "client dslr" in error.value.why
 
@@ -488,8 +511,8 @@ def test_the_same_digits_under_another_name(small: dict[str, Any]) -> None:
     found = published(small, writers, dataset="qmnist-writers", options={"part": "test"})
     assert len(held(found).x) + len(found.load(0).test) == 10_000
     for server in ({"dataset": "mnist"}, {"dataset": "qmnist-writers", "options": {"part": "both"}}):
-        with pytest.raises(UserError, match="data.server holds records of the clients"):
+        with pytest.raises(UserError, match=r"data\.server holds records of the clients"):
             published(small, writers, **server)
-    with pytest.raises(UserError, match="data.server holds records of the clients") as error:
+    with pytest.raises(UserError, match=r"data\.server holds records of the clients") as error:
         published(small, {"dataset": "mnist"}, dataset="mnist", options={"inputs": "standardised"})
     assert "one set of rows" in error.value.why

@@ -10,10 +10,12 @@ from fairveil.algorithms.dp_fedsgd import DPFedSGD
 from fairveil.algorithms.global_ import Global
 from fairveil.algorithms.ifca import IFCA
 from fairveil.algorithms.km_cdpfl import KMCDPFL
+from fairveil.algorithms.knn_fl import KnnFL
 from fairveil.algorithms.local import Local
 from fairveil.algorithms.metric_pfl import MetricPFL
 from fairveil.algorithms.mr_mtl import MRMTL
 from fairveil.algorithms.oracle import Oracle
+from fairveil.algorithms.pate_fl import PateFL
 from fairveil.algorithms.r_dpcfl import RDPCFL
 from fairveil.algorithms.rc_dpfl import RCDPFL
 from fairveil.errors import UserError, unknown
@@ -22,7 +24,21 @@ from fairveil.plugins import load_object
 
 ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
     cls.name: cls
-    for cls in (DPFedAvg, DPFedSGD, Global, IFCA, KMCDPFL, Local, MetricPFL, MRMTL, Oracle, RDPCFL, RCDPFL)
+    for cls in (
+        DPFedAvg,
+        DPFedSGD,
+        Global,
+        IFCA,
+        KMCDPFL,
+        KnnFL,
+        Local,
+        MetricPFL,
+        MRMTL,
+        Oracle,
+        PateFL,
+        RDPCFL,
+        RCDPFL,
+    )
 }
 
 

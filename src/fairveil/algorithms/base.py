@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fairveil.errors import UserError
 from fairveil.privacy.choice import Score
+from fairveil.privacy.consensus import SmoothedPrice
 from fairveil.privacy.mechanisms import Mechanism
 from fairveil.privacy.release import Plain
 from fairveil.privacy.training import NoisyTraining
@@ -44,6 +45,23 @@ class Found:
     centres: np.ndarray | None = None  # (M, 2), the models of the clusters in the same plane
 
 
+@dataclass(frozen=True)
+class Voted:
+    """What the clients' votes have made of the public records so far."""
+
+    labels: np.ndarray  # of the first public records (Q,); -1: nobody won
+    cost: SmoothedCost | None = None  # a published price for these very data
+
+
+@dataclass(frozen=True)
+class SmoothedCost:
+    """A price of answers for these very data, as it was published, and how."""
+
+    total: float  # Renyi divergence, over all publications
+    price: SmoothedPrice
+    times: int  # how many publications
+
+
 class Algorithm(BaseModel, ABC, Generic[S]):
     """A federated learning system. Its fields are its hyper-parameters; it holds no state of its own.
 
@@ -58,6 +76,7 @@ class Algorithm(BaseModel, ABC, Generic[S]):
     # Whether only sums over all clients are published, whatever is protected: there is one ledger, the federation's.
     # Where whole clients are protected it cannot be otherwise.
     pooled: ClassVar[bool] = False
+    needs_public: ClassVar[bool] = False  # whether the server must hold public records (`data.server`)
     trust: ClassVar[str]  # who is trusted with what, in words, for the statement
     public: ClassVar[dict[str, str]] = {}  # what else is used as public, and why
     public_tasks: ClassVar[dict[str, str]] = {}  # tasks that may answer with Public values, and why they are public
@@ -109,6 +128,10 @@ class Algorithm(BaseModel, ABC, Generic[S]):
 
     def found(self, state: S) -> Found | None:
         """What a clustered system has found so far; None: it does not look for clusters."""
+        return None
+
+    def voted(self, state: S) -> Voted | None:
+        """What a voting system has found so far; None: nobody votes."""
         return None
 
 

@@ -56,8 +56,8 @@ class DPFedAvg(Algorithm[State]):
         if self.tolerated and (self.noise == "server" or self.tolerated >= clients):
             raise UserError(
                 f"algorithm.tolerated = {self.tolerated} makes no sense here.",
-                f"It counts those of {clients} clients whose share of the noise may be missing, where clients make it:\n"
-                "less than all of them. Nothing was run.",
+                f"It counts those of {clients} clients whose share of the noise may be missing, where clients make\n"
+                "it: less than all of them. Nothing was run.",
                 f'algorithm.noise = "distributed" and algorithm.tolerated = {min(self.tolerated, clients - 1)}, or 0',
             )
         return self

@@ -7,8 +7,8 @@ phi(x) is nearest to that of the query; y = argmax of the sum, with noise N(0, s
 clients. Privacy unit: a client, or a record (`privacy.unit`), which moves a vote by sqrt 2 / k only. Trust: the server
 with the votes, see `fairveil.algorithms.voting`.
 
-Departures: for records Zhu et al. have the sensitivity sqrt(2/k); the smaller one is proved in `fairveil.privacy.votes`.
-A client with fewer than k records would have less than one vote: it is refused at the start, by its declared size.
+Departures: for records Zhu et al. have the sensitivity sqrt(2/k); `fairveil.privacy.votes` has the proof of a smaller
+one. A client with fewer than k records would have less than one vote: it is refused at the start, by its declared size.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Zhu, Yu, Tsai, Pittaluga, Faraki, Chandraker and Wang, "Voting-based Approaches for Differentially Private Federated
 Learning" (2020), after Papernot et al., "Scalable Private Learning with PATE" (2018). Agent i trains f_i on its own
-records; for each of Q public queries x it votes onehot(f_i(x)); y = argmax of the sum, with noise N(0, sigma^2 I). Privacy
-unit: a client, or a record (`privacy.unit`). Trust: the server with the votes, see `fairveil.algorithms.voting`.
+records; for each of Q public queries x it votes onehot(f_i(x)); y = argmax of the sum, with noise N(0, sigma^2 I).
+Privacy unit: a client, or a record (`privacy.unit`). Trust: the server, see `fairveil.algorithms.voting`.
 
 A teacher never leaves its client: it is personal state. `adaptation` draws it towards the server's domain while it is
 trained (`fairveil.adaptation`), by the public records alone.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fairveil.algorithms.base import Algorithm, NoiseFor, Unit, Voted
+from fairveil.algorithms.base import Algorithm, NoiseFor, SmoothedCost, Unit, Voted
 from fairveil.errors import UserError
 from fairveil.privacy.consensus import SmoothedPrice
 from fairveil.privacy.mechanisms import Mechanism, Sharers
@@ -52,7 +52,7 @@ class Voting(Algorithm[State]):
     )
 
     rounds: int = Field(1, ge=1, description="the queries are asked in so many parts, a student after each")
-    queries: int = Field(500, ge=1, description="Q, public records that are voted on")
+    queries: int = Field(100, ge=1, description="Q, public records that are voted on")
     confidence: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, examples=[0.6], description="share of the votes that a winner needs, else no answer"
     )
@@ -63,17 +63,17 @@ class Voting(Algorithm[State]):
     noise: Literal["server", "distributed"] = Field("server", description="who makes it; or the clients together")
     tolerated: int = Field(0, ge=0, description="t, clients that may drop out or conspire then")
     publish_cost: bool = Field(False, description="a price for these very data, sanitised; itself a release")
-    student_steps: int = Field(3000, ge=1, description="of the student's training")
+    student_steps: int = Field(1000, ge=1, description="of the student's training")
     student_batch: int = Field(64, ge=1, description="labelled records in a step, and as many others")
-    student_rate: float = Field(0.001, gt=0, description="learning rate of Adam, falling to 0")
+    student_rate: float = Field(0.002, gt=0, description="learning rate of Adam, falling to 0")
     vat: float = Field(1.0, ge=0, description="weight of virtual adversarial training; 0: labelled records only")
-    vat_radius: float = Field(2.0, gt=0, description="how far it moves a record")
+    vat_radius: float = Field(0.2, gt=0, description="how far it moves a record, over their distance from the mean")
 
     def settled(self, facts: Facts, noise: NoiseFor) -> Self:
-        clients, parts = len(facts.size), self.rounds * (1 if self.answers is None else 1)
+        clients = len(facts.size)
         if not facts.classes:
             raise UserError(
-                f"algorithm.name = \"{self.name}\" does not fit a regression.",
+                f'algorithm.name = "{self.name}" does not fit a regression.',
                 "Votes are for classes. Nothing was run.",
                 "data with classes",
             )
@@ -83,7 +83,7 @@ class Voting(Algorithm[State]):
                 "Each of them is voted on once. Nothing was run.",
                 f"algorithm.queries = {facts.public}, or more of data.server.records",
             )
-        if self.queries < parts:
+        if self.queries < self.rounds:
             raise UserError(
                 f"algorithm.rounds = {self.rounds} is more than algorithm.queries = {self.queries}.",
                 "Every round asks at least one of them. Nothing was run.",
@@ -165,7 +165,7 @@ class Voting(Algorithm[State]):
             shared={"queries": public[first:last].flatten(1)},
         )  # fmt: skip
         labels = np.concatenate([state.labels, votes["labels"].numpy()])
-        cost = state.cost + float(votes["cost"]) if "cost" in votes else 0.0
+        cost = state.cost + (float(votes["cost"]) if "cost" in votes else 0.0)
         return State(labels, self._student(session, labels), cost)
 
     def _student(self, session: Session, labels: np.ndarray) -> Tensor:
@@ -184,4 +184,5 @@ class Voting(Algorithm[State]):
         return Pick.same(state.model, facts)
 
     def voted(self, state: State) -> Voted:
-        return Voted(state.labels, state.cost if self.publish_cost else None)
+        cost = SmoothedCost(state.cost, SmoothedPrice(), self.rounds) if self.publish_cost else None
+        return Voted(state.labels, cost)

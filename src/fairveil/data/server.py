@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,12 +49,16 @@ class Judged:
         return ClientData(self.source.load(client).train, self.test)
 
 
-def check_server(dataset: str, options: Mapping[str, Any], clients: Dataset) -> Dataset:
+Rows = Literal["train", "test"]
+
+
+def check_server(dataset: str, options: Mapping[str, Any], clients: Dataset, rows: Rows = "train") -> Dataset:
     """The dataset of the server, as far as it can be checked without loading anything.
 
     Args:
         dataset, options: as under `[data.server]`.
         clients: the dataset of the clients.
+        rows: which are taken.
 
     Raises:
         UserError: it is not known, or holds the very records of the clients.
@@ -68,20 +72,23 @@ def check_server(dataset: str, options: Mapping[str, Any], clients: Dataset) -> 
             'data.server.dataset = "file", or a published dataset (fairveil data list)',
         )
     files = [each.path.resolve() for each in (clients, server) if isinstance(each, File)]
-    if server == clients or (len(files) == 2 and files[0] == files[1]):
+    if rows == "train" and (server == clients or (len(files) == 2 and files[0] == files[1])):
         raise _private("They are those of the clients")
     return server
 
 
 def with_server(
-    federation: Federation, clients: Dataset, server: Dataset, *, records: int | None, judge: bool, seed: int
-) -> Federation:
+    federation: Federation, clients: Dataset, server: Dataset, *, rows: Rows = "train", records: int | None,
+    judge: bool, seed: int,
+) -> Federation:  # fmt: skip
     """The federation whose server holds public records.
 
     Args:
         federation: of the clients.
         clients, server: the datasets of both.
-        records: how many of the server's training rows, drawn by the seed; None: all.
+        rows: of the server's dataset: its training rows; or its test rows, of which the rest is for judging. Nobody
+            trains on these, so the server may hold them also where the clients hold the training rows.
+        records: how many, drawn by the seed; None: all, or half of the test rows.
         judge: whether all clients are tested on the server's test records. It changes nothing where the records of the
             clients are elsewhere, and nothing is measured.
         seed: of the run.
@@ -94,12 +101,17 @@ def with_server(
     _check_kind(federation, clients, server, found)
     train, test = (found.train, found.test) if isinstance(found, Pool) else _together(found)
     judged = judge and not federation.elsewhere
-    _check_enough(found.name, train, test if judged else None, records)
-    if isinstance(found, Pool) and type(server) is type(clients) and type(server) in DATASETS.values():
+    order = Stream(seed, "records of the server").numpy.permutation(len(train if rows == "train" else test))
+    if rows == "test":
+        half = len(test) // 2 if records is None else records
+        train, test, order = test, test.take(order[half:]), order[:half]
+    _check_enough(found.name, rows, train, test if judged else None, records)
+    same = isinstance(found, Pool) and type(server) is type(clients) and type(server) in DATASETS.values()
+    if same and rows == "train":
         raise _private(f"Whatever its options, {found.name} has one set of rows, and the clients hold them")
     if _related(clients, server):
         _check_apart(federation, torch.cat([train.x, test.x]))
-    drawn = train.take(Stream(seed, "records of the server").numpy.permutation(len(train))[:records])
+    drawn = train.take(order[:records])
     held = ServerRecords(found.name, drawn.x, drawn.y)
     public = {**federation.public, "the server's records": f"{found.name}, {PUBLIC}"}
     tests = (test.x, test.y) if judged else ("clients judge by their own",)
@@ -160,18 +172,18 @@ def _check_kind(federation: Federation, clients: Dataset, server: Dataset, found
         )
 
 
-def _check_enough(name: str, train: Records, test: Records | None, records: int | None) -> None:
+def _check_enough(name: str, rows: Rows, train: Records, test: Records | None, records: int | None) -> None:
     """Raise unless there are so many to draw, and some to judge by (None: that is not asked for)."""
     if not len(train) or (records is not None and records > len(train)):
         raise UserError(
             f"data.server.records = {records} is more than there are." if records else "data.server has no records.",
-            f"{name} has {len(train):,} training records. Nothing was run.",
+            f"{name} has {len(train):,} {'training' if rows == 'train' else 'test'} records. Nothing was run.",
             f"data.server.records = {len(train)}, or leave it out" if len(train) else "another data.server.dataset",
         )
     if test is not None and not len(test):
         raise UserError(
             "data.server.judge = true needs test records.",
-            f"{name} has none: all its records are for training. Nothing was run.",
+            f"{name} has none left. Nothing was run.",
             "data.server.judge = false",
         )
 

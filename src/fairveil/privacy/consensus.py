@@ -147,6 +147,13 @@ class SmoothedPrice:
     def event(self) -> SmoothDpEvent:
         return SmoothDpEvent(self.beta, self.noise_multiplier / (1 + self._lift * math.expm1(self.beta)))
 
+    def describe(self) -> str:
+        """One publication in words."""
+        return (
+            f"the price of these very answers at order {self.order:g}, by smooth sensitivity (beta {self.beta:g}, "
+            f"noise multiplier {self.noise_multiplier:g}), too small with a chance of {self.failure:g}"
+        )
+
     def publish(
         self, gaps: Floats, *, classes: int, std: float, sensitivity: float, step: float, stream: Stream
     ) -> float:
@@ -207,11 +214,14 @@ def smooth_sensitivity(levels: Floats, buckets: np.ndarray, beta: float) -> floa
             return found
 
 
-def smoothed_epsilon(published: float, price: SmoothedPrice, delta: float) -> float:
-    """The epsilon at `delta` of all answers and of the published number together.
+def smoothed_epsilon(published: float, price: SmoothedPrice, delta: float, times: int = 1) -> float:
+    """The epsilon at `delta` of all answers and of the published numbers together.
 
     It is a statement about these data: their answers cannot be told from those of any neighbour's by more. It holds
-    with a chance of 1 - price.failure over the noise of the number, and is no bound for other data: that is the price
-    of the Gaussian events together with `price.event`.
+    with a chance of 1 - times * price.failure over the noise of the numbers, and is no bound for other data: that is
+    the price of the Gaussian events together with those of `price.event`.
+
+    Args:
+        published: the sum of so many (`times`) numbers, each of other answers.
     """
-    return float(compute_epsilon([price.order], [published + smooth_rdp(price.event, price.order)], delta)[0])
+    return float(compute_epsilon([price.order], [published + times * smooth_rdp(price.event, price.order)], delta)[0])

@@ -62,8 +62,9 @@ SECURE_SUM = (
     "process of this run saw every contribution"
 )
 SHARED_NOISE = (
-    "clients, to add their shares of the noise: up to {tolerated} of the {clients} may drop out, or conspire and tell each "
-    "other theirs, and the noise of the sum is still what was priced. One share alone hides next to nothing. {sum}{draw}"
+    "clients, to add their shares of the noise: up to {tolerated} of the {clients} may drop out, or conspire and tell "
+    "each other theirs, and the noise of the sum is still what was priced. One share alone hides next to nothing. "
+    "{sum}{draw}"
 )
 SHARED_SUM: Mapping[bool, str] = {  # by whether a secure sum is meant
     False: "So the server is trusted too: it sees what every single client sends, and adds it up",
@@ -72,7 +73,9 @@ SHARED_SUM: Mapping[bool, str] = {  # by whether a secure sum is meant
         "run saw every contribution"
     ),
 }
-SHARED_DRAW = ". Who takes part in a round is each client's own secret coin; the price holds from those who do not know it"
+SHARED_DRAW = (
+    ". Who takes part in a round is each client's own secret coin; the price holds from those who do not know it"
+)
 OVERLAP = ". Clients overlap: up to {} of them hold one and the same record, which is not protected as a whole"
 
 

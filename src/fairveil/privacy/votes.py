@@ -14,13 +14,18 @@ further apart. A record may turn its client's vote into any other: sqrt 2 again.
 moves less: who adds, removes or replaces one record exchanges at most one of the k nearest, each of which counts 1/k:
 sqrt 2 / k. (Zhu et al. have sqrt(2/k), which is larger.)
 
+**Several classes at once.** Of a record that may have several of the classes (`Several`) a vote names tau at most: its
+numbers are at most 1 each, and tau together. One such row is no longer than sqrt tau, and two are no further apart than
+sqrt(2 tau), nor than sqrt C: that is s in place of 1 and sqrt 2. Each class is an answer of its own: it is given to the
+record if its noisy votes are more than are needed.
+
 **Event.** A answers are A sums with independent noise: one Gaussian release with 1/z^2 = A s^2 / sigma^2. That only the
 winners of the sums are seen is not used, so that the price holds for the noisy sums themselves.
 
 **Confident answers.** With a `threshold` only queries are answered whose winner has enough votes, by a noisy count of
-its own. The largest of C counts moves by no more than any of them: 1, or 1/k. All Q counts are paid for, and the answers
-up to the most that there may be: which queries are answered is known from what was published before, and for every
-outcome the answers are A Gaussian sums at most.
+its own. The largest of C counts moves by no more than any of them: 1, or 1/k. All Q counts are paid for, and the
+answers up to the most that there may be: which queries are answered is known from what was published before, and for
+every outcome the answers are A Gaussian sums at most.
 """
 
 from __future__ import annotations
@@ -48,6 +53,18 @@ UNANSWERED = -1  # in the place of a label
 
 
 @dataclass(frozen=True)
+class Several:
+    """A record may have several classes at once."""
+
+    most: int  # tau, that one vote names
+    needed: float  # votes that a class must exceed: half of all clients
+
+    def __post_init__(self) -> None:
+        if not (self.most >= 1 and 0 <= self.needed < math.inf):
+            raise ValueError(f"{self} makes no sense")
+
+
+@dataclass(frozen=True)
 class NoisyVotes:
     """The winners of one round of votes, each client's vote as it says: see the module."""
 
@@ -61,6 +78,7 @@ class NoisyVotes:
     threshold_noise: float = 0.0  # standard deviation of the count that is held against it
     noised_by: Sharers | None = None  # the clients, if they make the noise together; None: the server
     cost: SmoothedPrice | None = None  # how the price for these very data is published; None: it is not
+    several: Several | None = None  # None: a record has one class, and the winner is the label
 
     def __post_init__(self) -> None:
         known = self.unit in get_args(Protected) and self.adjacency in get_args(Adjacency)
@@ -72,6 +90,11 @@ class NoisyVotes:
         if self.noised_by is not None and (some or self.cost is not None):
             # clients that noise a sum show it whole: a count or a price of the exact sum is nobody's to make
             raise ValueError("noise that clients make together goes with neither a threshold nor a published price")
+        if self.several is not None and (some or self.cost is not None or self.several.most > self.classes):
+            # there is no single winner whose lead could tell how sure an answer is
+            raise ValueError(
+                "several classes go with neither a threshold nor a published price, and are no more than all"
+            )
 
     # ---- the price ---------------------------------------------------------------------------------
 
@@ -81,9 +104,19 @@ class NoisyVotes:
         return 1
 
     @property
+    def most(self) -> int:
+        """What the votes of one client for one query add up to, at most."""
+        return 1 if self.several is None else self.several.most
+
+    @property
     def sensitivity(self) -> float:
-        """s, of one answer."""
-        return 1.0 if self.unit == "client" and self.adjacency == "add-remove" else math.sqrt(2)
+        """s, of the answer to one query."""
+        return math.sqrt(self.most) if self.unit == "client" and self.adjacency == "add-remove" else self._apart
+
+    @property
+    def _apart(self) -> float:
+        """How far two votes for one query are from each other, at most."""
+        return math.sqrt(min(2 * self.most, self.classes))
 
     @property
     def count_sensitivity(self) -> float:
@@ -117,9 +150,14 @@ class NoisyVotes:
         return "winners of votes"
 
     def describe(self) -> str:
+        winner = (
+            "the class with the most votes"
+            if self.several is None
+            else f"each class with more than {self.several.needed:g} votes (a client has {self.several.most:,} of them)"
+        )
         found = (
-            f"{self.queries:,} queries, {self._voters()}: the class with the most votes after noise of standard "
-            f"deviation {self.noise_multiplier:g}; one {self.unit} moves the votes by {self.sensitivity:.4g}"
+            f"{self.queries:,} queries, {self._voters()}: {winner} after noise of standard deviation "
+            f"{self.noise_multiplier:g}; one {self.unit} moves the votes by {self.sensitivity:.4g}"
         )
         if self.threshold is not None:
             found += (
@@ -146,15 +184,13 @@ class NoisyVotes:
 
     @cached_property
     def _sums(self) -> CohortSums:
-        longest = self.weight * math.sqrt(self.queries)  # Q rows, none longer than 1
-        part = Part("votes", (self.queries, self.classes), longest, self.noise_multiplier / math.sqrt(self.queries))
+        rows = math.sqrt(self.queries * self.most)  # Q of them, none longer than sqrt tau
+        part = Part("votes", (self.queries, self.classes), self.weight * rows, self.noise_multiplier / rows)
         return CohortSums((part,), 1.0, self.noised_by)
 
     def share(self, values: Mapping[str, Tensor], client: Client) -> tuple[Share, dict[str, float]]:
-        """Bound one client's votes {"votes": (Q, C)}: what is negative or no number counts as 0, rows that add up to
-        more than 1 are scaled down."""
-        votes = values["votes"].to(torch.float64).nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)
-        return self._share(votes / votes.sum(dim=1, keepdim=True).clamp(min=1.0), client)
+        """Bound one client's votes {"votes": (Q, C)}, see `within`."""
+        return self._share(within(values["votes"], self.most), client)
 
     def _share(self, votes: Tensor, client: Client) -> tuple[Share, dict[str, float]]:
         share, _ = self._sums.share({"votes": votes}, client)
@@ -173,9 +209,12 @@ class NoisyVotes:
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """The winners (Q,), UNANSWERED where there is none; diagnostics tell how sure the votes were.
 
-        With a published price also "cost" (1,): see `SmoothedPrice`.
+        Where a record may have several classes, 1 for each that it has (Q, C). With a published price also "cost" (1,):
+        see `SmoothedPrice`.
         """
         noisy, _ = self._sums.finish(exact, stream, silent)
+        if self.several is not None:
+            return {"labels": (noisy["votes"] > self.several.needed * self.weight).long()}, {}
         winners = noisy["votes"].argmax(dim=1)
         votes = self._sums.value(exact)["votes"] / self.weight
         answered = torch.ones(self.queries, dtype=torch.bool)
@@ -192,14 +231,16 @@ class NoisyVotes:
 
     def _cost(self, gaps: np.ndarray, stream: Stream) -> float:
         assert self.cost is not None
-        terms = {"classes": self.classes, "std": self.noise_multiplier, "sensitivity": self.sensitivity}
-        return self.cost.publish(gaps, step=self.gap_step, stream=stream, **terms)
+        return self.cost.publish(
+            gaps, classes=self.classes, std=self.noise_multiplier, sensitivity=self.sensitivity, step=self.gap_step,
+            stream=stream,
+        )  # fmt: skip
 
     def _insight(self, votes: Tensor, winners: Tensor, answered: Tensor) -> dict[str, float]:
         """What only a simulation may know: how the votes were cast, and the price for these very data.
 
-        Papernot et al. (2018), Theorem 6: the more the clients agree, the less an answer tells. That number itself tells
-        of the data, so that it is not for publication: not sanitised.
+        After Papernot et al. (2018), Theorem 6: the more the clients agree, the less an answer tells. That number
+        itself tells of the data, so that it is not for publication: not sanitised.
         """
         found = {"answered": float(answered.sum())}
         chosen = votes[answered]
@@ -236,7 +277,7 @@ class NeighbourVotes(NoisyVotes):
 
     @property
     def sensitivity(self) -> float:
-        return super().sensitivity if self.unit == "client" else math.sqrt(2) / self.neighbours
+        return super().sensitivity if self.unit == "client" else self._apart / self.neighbours
 
     @property
     def count_sensitivity(self) -> float:
@@ -247,7 +288,9 @@ class NeighbourVotes(NoisyVotes):
         return super().gap_step if self.unit == "client" else 2 / self.neighbours
 
     def _voters(self) -> str:
-        return f"each client votes with the labels of its {self.neighbours:,} nearest records ({self.features} features)"
+        return (
+            f"each client votes with the labels of its {self.neighbours:,} nearest records ({self.features} features)"
+        )
 
     def share(self, values: Mapping[str, Tensor], client: Client) -> tuple[Share, dict[str, float]]:
         """One client's votes for the input "queries" (Q, d): how many of its nearest records have each label."""
@@ -256,4 +299,19 @@ class NeighbourVotes(NoisyVotes):
         queries, records, shape = client.inputs["queries"], client.data.train, client.model.spec.features
         extract = find_extractor(self.features, shape)
         index = nearest(extract(queries.reshape(-1, *shape)), extract(records.x), self.neighbours)
-        return self._share(neighbour_counts(records.y, index, self.classes).double(), client)
+        if self.several is None:
+            return self._share(neighbour_counts(records.y, index, self.classes).double(), client)
+        # whole multiples of a power of two, so that the sum over neighbours is exact, and moves as far as one of them
+        each = (within(records.y, self.most) * 2**20).floor() / 2**20
+        return self._share(each[index].sum(dim=1), client)
+
+
+def within(votes: Tensor, most: int) -> Tensor:
+    """Votes (n, C) as float64, each within 0 and 1; rows that add up to more than `most` are scaled down to it.
+
+    What is negative or no number counts as 0.
+    """
+    bounded = votes.to(torch.float64).nan_to_num(0.0, 1.0, 0.0).clamp(0.0, 1.0)
+    total = bounded.sum(dim=1, keepdim=True)
+    # a hair less, so that rounding never leaves a row with more
+    return torch.where(total > most, bounded * (most * (1 - 1e-12) / total.clamp(min=most)), bounded)
