@@ -911,6 +911,81 @@ def test_account_usage(fairveil: Fairveil, more: str) -> None:
     assert "Traceback" not in answer.err
 
 
+@pytest.mark.parametrize("left_out", ["records", "batch", "rounds"])
+def test_account_of_training_needs_all_of_it(fairveil: Fairveil, left_out: str) -> None:
+    given = {"--records": "1000", "--batch": "50", "--rounds": "3", "--delta": "1e-4", "--epsilon": "3"}
+    del given[f"--{left_out}"]
+    answer = fairveil("account", *(part for pair in given.items() for part in pair))
+    answer.refuses(f"--{left_out}: not given", "The price of training", "--vote")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--unit agent --sigma 25", ["--queries: not given", "The price of votes"]),
+        ("--sigma 25", ["--queries, --unit: not given"]),
+        ("--queries 500 --sigma 25", ["--unit: not given"]),
+        ("--queries 500 --unit agent", ["--epsilon and --sigma", "neither is given"]),
+        ("--queries 500 --unit agent --sigma 25 --epsilon 3", ["--epsilon and --sigma", "3 and 25", "both given"]),
+        ("--queries 0 --unit agent --sigma 25", ["--queries 0", "at least 1"]),
+        ("--queries -5 --unit agent --sigma 25", ["--queries -5", "at least 1"]),
+        ("--queries 500 --unit agnet --sigma 25", ["--unit agnet", "agent, instance", "Try: --unit agent"]),
+        ("--queries 500 --unit agent --sigma -1", ["--sigma -1", "finite, and not negative"]),
+        ("--queries 500 --unit agent --sigma nan", ["--sigma nan", "finite, and not negative"]),
+        ("--queries 500 --unit agent --sigma inf", ["--sigma inf", "finite, and not negative"]),
+        ("--queries 500 --unit agent --sigma 1e-200", ["--sigma 1e-200", "out of all proportion"]),
+        ("--queries 500 --unit agent --sigma 1e300", ["--sigma 1e+300", "out of all proportion"]),
+        (f"--queries {10**400} --unit agent --epsilon 3", ["--queries 1000", "out of all proportion"]),
+        ("--queries 500 --unit agent --epsilon 0", ["--epsilon 0", "positive and finite"]),
+        ("--queries 500 --unit agent --sigma 25 --delta 0", ["--delta 0", "between 0 and 1"]),
+        ("--queries 500 --unit agent --sigma 25 --delta 1", ["--delta 1", "between 0 and 1"]),
+        ("--queries 500 --unit agent --sigma 25 --delta nan", ["--delta nan", "between 0 and 1"]),
+        ("--queries 500 --unit instance --sigma 25 --neighbours 0", ["--neighbours 0", "at least 1"]),
+        ("--queries 500 --unit agent --sigma 25 --adjacency sideways", ["--adjacency sideways", "add-remove, replace"]),
+        ("--queries 500 --unit agent --sigma 25 --accountant ours", ["--accountant ours", "rdp, pld, tightest"]),
+        ("--queries 500 --unit agent --sigma 25 --adjacency replace --accountant rdp", ["rdp", "replace", "pld"]),
+        ("--queries 500 --unit agent --sigma 25 --answers 9", ["--answers 9 needs --threshold-noise"]),
+        ("--queries 500 --unit agent --sigma 25 --threshold-noise 9", ["--threshold-noise 9.0 needs --answers"]),
+        ("--queries 5 --unit agent --sigma 25 --answers 6 --threshold-noise 9", ["--answers 6", "--queries 5"]),
+        ("--queries 5 --unit agent --sigma 25 --answers 0 --threshold-noise 9", ["--answers 0", "at least 1"]),
+        ("--queries 5 --unit agent --sigma 25 --answers 2 --threshold-noise -9", ["--threshold-noise -9", "negative"]),
+        (
+            "--queries 500 --unit agent --epsilon 1 --answers 9 --threshold-noise 5",
+            ["--epsilon 1", "used up", "noise 5"],
+        ),
+        (
+            "--queries 500 --unit agent --epsilon 1 --answers 9 --threshold-noise 0",
+            ["--epsilon 1", "used up", "noise 0"],
+        ),
+        ("--queries 500 --unit agent --sigma 25 --labels 0", ["--labels 0", "at least 1"]),
+        ("--queries 500 --unit agent --sigma 25 --labels 4 --classes 3", ["--labels 4", "--classes 3"]),
+        ("--queries 500 --unit agent --sigma 25 --classes 1", ["--classes 1", "at least 2"]),
+        (
+            "--queries 5 --unit agent --sigma 25 --labels 4 --answers 3 --threshold-noise 9",
+            ["--labels 4", "--answers 3"],
+        ),
+        ("--queries 500 --unit agent --sigma 25 --records 100", ["--records 100 is out of place with --vote"]),
+        ("--queries 500 --unit agent --sigma 25 --batch 32", ["--batch 32 is out of place with --vote"]),
+        ("--queries 500 --unit agent --sigma 25 --rounds 2", ["--rounds 2 is out of place with --vote"]),
+        ("--queries 500 --unit agent --sigma 25 --local-epochs 1", ["--local-epochs 1 is out of place with --vote"]),
+        (
+            "--queries 500 --unit agent --sigma 25 --full-first-round",
+            ["--full-first-round is out of place with --vote"],
+        ),
+        ("--queries 500 --unit agent --noise-multiplier 1", ["--noise-multiplier 1.0 is out of place with --vote"]),
+    ],
+)
+def test_account_of_votes(fairveil: Fairveil, more: str, words: list[str]) -> None:
+    """Numbers that make no question, or belong to another one."""
+    fairveil("account", "--vote", "--delta", "1e-3", *more.split()).refuses(*words)
+
+
+@pytest.mark.parametrize("more", ["--queries 500", "--sigma 25.0", "--unit agent", "--neighbours 5", "--labels 2"])
+def test_account_of_votes_needs_to_be_asked_for(fairveil: Fairveil, more: str) -> None:
+    answer = fairveil(*ACCOUNT, "--delta", "1e-4", "--epsilon", "3", *more.split())
+    answer.refuses(f"{more} is out of place without --vote", "add --vote")
+
+
 # ---- training that diverges ------------------------------------------------------------------------
 
 

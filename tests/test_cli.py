@@ -96,6 +96,58 @@ def test_account_with_selections_needs_more_noise(fairveil: Fairveil) -> None:
     assert plain < both < rest
 
 
+VOTE = ("account", "--vote", "--queries", "500")
+
+
+@pytest.mark.parametrize(
+    ("sigma", "delta", "unit", "rdp", "pld"),
+    [  # reference figures, from an independent computation
+        ("25", "1e-3", "agent", 3.09, 2.735),
+        ("25", "1e-3", "instance", 4.72, 4.208),
+        ("25", "1e-5", "agent", 4.16, 3.849),
+        ("25", "1e-5", "instance", 6.21, 5.759),
+        ("30", "1e-3", "agent", 2.48, 2.189),
+        ("30", "1e-3", "instance", 3.77, 3.350),
+    ],
+)
+def test_account_prices_votes(fairveil: Fairveil, sigma: str, delta: str, unit: str, rdp: float, pld: float) -> None:
+    for accountant, epsilon, found in (("rdp", rdp, "rdp"), ("pld", pld, "pld"), ("tightest", pld, "pld")):
+        asked = ("--sigma", sigma, "--delta", delta, "--unit", unit, "--accountant", accountant)
+        code, out, err = fairveil(*VOTE, *asked, "--json")
+        answer = one_object(out)
+        assert code == 0 and err == ""
+        assert answer.pop("epsilon") == pytest.approx(epsilon, rel=2e-3)
+        assert answer.pop("sensitivity") == pytest.approx(1 if unit == "agent" else 2**0.5)
+        assert answer == {
+            "noise_multiplier": float(sigma),
+            "delta": float(delta),
+            "accountant": found,
+            "adjacency": "add-remove",
+            "unit": "client" if unit == "agent" else "record",
+            "queries": 500,
+        }
+
+
+def test_account_solves_the_noise_of_votes(fairveil: Fairveil) -> None:
+    """The reference figures, read the other way round."""
+    for unit, epsilon in (("client", "2.735"), ("record", "4.208")):
+        code, out, _ = fairveil(*VOTE, "--epsilon", epsilon, "--delta", "1e-3", "--unit", unit, "--json")
+        answer = one_object(out)
+        assert code == 0 and answer["noise_multiplier"] == pytest.approx(25, rel=3e-3)
+        assert answer["epsilon"] <= float(epsilon) and answer["unit"] == unit
+
+
+def test_account_of_votes_in_lines(fairveil: Fairveil) -> None:
+    """Without noise there is no guarantee; --neighbours, confident answers and several classes reach the mechanism."""
+    silent = ("--sigma", "0", "--delta", "1e-3", "--unit", "instance")
+    code, out, _ = fairveil(*VOTE, *silent, "--neighbours", "5", "--answers", "250", "--threshold-noise", "75")
+    lines = dict(line.split() for line in out.splitlines())
+    assert code == 0 and lines["epsilon"] == "infinity" and lines["noise_multiplier"] == "0.0"
+    assert float(lines["sensitivity"]) == pytest.approx(2**0.5 / 5)
+    _, out, _ = fairveil(*VOTE, *silent, "--labels", "4", "--classes", "6", "--adjacency", "replace", "--json")
+    assert one_object(out)["sensitivity"] == pytest.approx(6**0.5)
+
+
 def test_check_prints_every_clause(fairveil: Fairveil) -> None:
     code, out, _ = fairveil("check", "global", "--json")
     answer = one_object(out)

@@ -161,16 +161,26 @@ def votes_of(plan: Plan, store: Store, state: object) -> dict[str, Any] | None:
     if found is None or server is None:
         return None
     answered, delta = found.labels >= 0, plan.config.privacy.delta
-    right = found.labels == server.labels[: len(found.labels)].numpy()
+    truth = server.labels[: len(found.labels)].numpy()
+    right = found.labels == truth
     figures: dict[str, Any] = {"queries": len(found.labels), "answered": int(answered.sum())}
     figures["accuracy"] = float(right[answered].mean()) if answered.any() else None
+    figures["by_class"] = {
+        name: np.bincount(classes, minlength=plan.facts.classes).tolist()
+        for name, classes in (
+            ("true", truth),
+            ("answers", found.labels[answered]),
+            ("right", truth[answered & right]),
+        )
+    }
     measured = store.totals(FEDERATION)
     if all(f"rdp@{order!r}" in measured for order in ORDERS):
         curve = np.array([measured[f"rdp@{order!r}"] for order in ORDERS])
         figures["epsilon_not_sanitised"] = json_number(min(rdp_epsilon(curve, delta), plan.price.epsilon))
     if found.cost is not None:
         cost = found.cost
-        figures["epsilon_sanitised"] = json_number(smoothed_epsilon(cost.total, cost.price, delta, cost.times))
+        of_these = smoothed_epsilon(cost.total, cost.price, delta, cost.times)
+        figures["epsilon_sanitised"] = json_number(min(of_these, plan.price.epsilon))  # which covers all data
     return figures
 
 

@@ -7,6 +7,7 @@ anything is computed.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor
 
 from fairveil.privacy.choice import PrivateChoice
-from fairveil.privacy.mechanisms import ClientMechanism
+from fairveil.privacy.mechanisms import ClientMechanism, Mechanism
 from fairveil.privacy.release import Plain
 from fairveil.session import Task
 
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool)
+MOST = 10**9  # of what is counted
 LARGEST = 1e3  # of an input: with weights of 1e8 rounding alone moves a sum of clipped gradients beyond its bound
 
 
@@ -60,11 +62,17 @@ class Array:
     """An input that is a tensor.
 
     Attributes:
-        shape: "p" is the number of the model's parameters; another letter is any length, the same wherever it stands.
+        shape: "p" is the number of the model's parameters, "f" that of the numbers in a record; another letter is any
+            length, the same wherever it stands.
     """
 
     shape: tuple[int | str, ...]
     dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Count:
+    """An input that is a whole number from 1 on: of passes, or of records in a batch."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +81,36 @@ class Deployable:
 
     Attributes:
         by: the kind of mechanism it answers by; None: it keeps everything to itself.
-        inputs: what it takes: a tensor, or a plain value of this type.
+        inputs: what it takes: a tensor, a count, or a plain value of this type.
         optional: which of them may be left out.
+        together: which of these are left out all, or none.
+        needs: what it must find in the client's personal state.
         prepares: it is done on the records as they are, before these are standardised.
     """
 
     task: Task
     by: type | None
-    inputs: Mapping[str, Array | type]
+    inputs: Mapping[str, Array | Count | type]
     optional: frozenset[str]
+    together: frozenset[str]
+    needs: frozenset[str]
     prepares: bool
 
-    def check(self, given: Mapping[str, Plain], parameters: int) -> None:
+    def answers_by(self, mechanism: Mechanism) -> bool:
+        """Whether this is a mechanism of its kind: that very one, since what is derived from it has another price.
+
+        Of an abstract kind there is nothing but what is derived from it.
+        """
+        if self.by is None:
+            return False
+        return isinstance(mechanism, self.by) if inspect.isabstract(self.by) else type(mechanism) is self.by
+
+    def check(self, given: Mapping[str, Plain], *, parameters: int, record: int) -> None:
         """Whether these inputs are what the task takes, all numbers within ±LARGEST.
+
+        Args:
+            parameters: of the model.
+            record: how many numbers a record has.
 
         Raises:
             Malformed: they are not, and why.
@@ -93,7 +118,9 @@ class Deployable:
         missing = self.inputs.keys() - self.optional - given.keys()
         if missing or given.keys() - self.inputs.keys():
             raise Malformed(f"it takes the inputs {sorted(self.inputs)}, not {sorted(given)}")
-        lengths: dict[str, int] = {"p": parameters}
+        if self.together & given.keys() and self.together - given.keys():
+            raise Malformed(f"the inputs {sorted(self.together)} go together")
+        lengths: dict[str, int] = {"p": parameters, "f": record}
         for name, value in given.items():
             wanted = self.inputs[name]
             if isinstance(wanted, Array):
@@ -106,6 +133,9 @@ class Deployable:
                     expected = lengths.setdefault(place, length) if isinstance(place, str) else place
                     if length != expected or not length:
                         raise Malformed(f"the input {name!r} has the wrong shape: {shape}, and {place} is {expected}")
+            elif isinstance(wanted, Count):
+                if type(value) is not int or not 1 <= value <= MOST:
+                    raise Malformed(f"the input {name!r} must be a whole number from 1 to {MOST:,}")
             elif type(value) is not wanted:
                 raise Malformed(f"the input {name!r} must be a {wanted.__name__}, not a {type(value).__name__}")
         check_finite(given)
@@ -156,12 +186,14 @@ T = TypeVar("T", bound=Task)
 
 
 def deployable(
-    *, by: type | None = None, optional: tuple[str, ...] = (), prepares: bool = False, **inputs: Array | type
-) -> Callable[[T], T]:
+    *, by: type | None = None, optional: tuple[str, ...] = (), together: tuple[str, ...] = (),
+    needs: tuple[str, ...] = (), prepares: bool = False, **inputs: Array | Count | type,
+) -> Callable[[T], T]:  # fmt: skip
     """Say of a task what it takes, so that it may run on a client's own machine."""
 
     def register(task: T) -> T:
-        DEPLOYABLE[name_of(task)] = Deployable(task, by, inputs, frozenset(optional), prepares)
+        optionally, personal = frozenset(optional) | frozenset(together), frozenset(needs)
+        DEPLOYABLE[name_of(task)] = Deployable(task, by, inputs, optionally, frozenset(together), personal, prepares)
         return task
 
     return register

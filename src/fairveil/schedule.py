@@ -142,7 +142,7 @@ class Votes:
                 self.events(z, "add-remove")
         except ArithmeticError:
             raise UserError(
-                f"--queries {self.queries}: these numbers are out of all proportion.",
+                f"--queries {self.queries}{'' if noise is None else f' --sigma {noise:g}'} is out of all proportion.",
                 "The price of so many votes, with so much or so little noise, is beyond what a float can hold.",
                 "--queries 500 --sigma 25",
             ) from None

@@ -309,7 +309,9 @@ class Session:
                 raise _unpriced(task, reply.out, "Session.sum takes a Share of the mechanism it was given")
             mechanism.add(exact, reply.out)
             replies[client] = Reply(Kept(), reply.keep, reply.diagnostics)  # the share itself is let go
-        asked = b"".join([job.digest, *(call.digest for call in job.calls)])
+        # without personal state: on a federation the server has none of it, and the noise must be the same
+        own = [digest_values(call.each, before=mechanism_digest(mechanism, job.digest)) for call in job.calls]
+        asked = b"".join([job.digest, *own])
         inputs = digest_values({"mechanism": canonical(mechanism)}, before=asked)
         stream = Stream(self._root, job.request, "noise", inputs.hex())
         noisy, diagnostics = mechanism.finish(exact, stream, len(job.calls) - len(replies))

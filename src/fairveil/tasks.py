@@ -20,7 +20,7 @@ from fairveil.privacy.mechanisms import CohortSums
 from fairveil.privacy.metric import Sanitiser, sanitised
 from fairveil.privacy.release import Kept, Reply
 from fairveil.privacy.training import NoisyTraining, train
-from fairveil.remote import Array, deployable
+from fairveil.remote import Array, Count, deployable
 from fairveil.session import Member
 
 EVALUATED = 500  # test records that are scored at once
@@ -36,7 +36,7 @@ def local_update(members: Sequence[Member]) -> list[Reply]:
     return [Reply(release, diagnostics=diagnostics) for release, diagnostics in trained]
 
 
-@deployable(by=CohortSums, model=Array(("p",)), learning_rate=float, local_epochs=int, batch_size=int)
+@deployable(by=CohortSums, model=Array(("p",)), learning_rate=float, local_epochs=Count(), batch_size=Count())
 def bounded_update(members: Sequence[Member]) -> list[Reply]:
     """Each client trains the input "model" by plain SGD and shares its bounded update (client level).
 
@@ -95,7 +95,7 @@ def _together(model: Model) -> bool:
         return False  # there are no gradients of single records; plain SGD needs none
 
 
-@deployable(by=Sanitiser, models=Array(("m", "p")), learning_rate=float, local_epochs=int, batch_size=int)
+@deployable(by=Sanitiser, models=Array(("m", "p")), learning_rate=float, local_epochs=Count(), batch_size=Count())
 def personal_update(members: Sequence[Member]) -> list[Reply]:
     """Each client trains the hypothesis that suits it best by plain SGD, and releases the local model with noise.
 

@@ -84,6 +84,8 @@ def print_result(result: Any) -> None:
         out.print(f"{result.algorithm}: {result.rounds} rounds in {result.seconds:.1f} s, {result.clients:,} clients.")
         if result.clusters:
             out.print(_clusters_line(result.clusters, "the groups that clients declare"))
+        if result.votes:
+            out.print(_votes_line(result.votes))
         out.print(SCORES_STAY)
     else:
         _print_scores(result, *result.main)
@@ -108,6 +110,8 @@ def _print_scores(result: Any, metric: str, summary: Any) -> None:
         out.print(f"{result.clients - summary.clients:,} clients have no test records and are not scored.")
     if result.clusters:
         out.print(_clusters_line(result.clusters, "the groups of the data"))
+    if result.votes:
+        out.print(_votes_line(result.votes), soft_wrap=True)
     for name, found in result.fairness.items():
         if "value" in found:
             what = "largest difference in what privacy costs two clients"
@@ -116,6 +120,16 @@ def _print_scores(result: Any, metric: str, summary: Any) -> None:
             parts = [f"{what} {one['value']:.3f}" for what, one in found.items() if one["value"] is not None]
             out.print(f"Differences by {name}: {', '.join(parts)}", markup=False, soft_wrap=True)
     out.print(f"Worst group: {summary.worst_group} ({metric} {summary.by_group[summary.worst_group]:.3f})")
+
+
+def _votes_line(found: Any) -> str:
+    right = "" if found["accuracy"] is None else f", {100 * found['accuracy']:.1f}% of them rightly"
+    line = f"Votes: {found['answered']:,} of {found['queries']:,} queries answered{right}"
+    if "epsilon_sanitised" in found:
+        line += f". Epsilon of these very answers, as published: {found['epsilon_sanitised']:.3f}"
+    if "epsilon_not_sanitised" in found:
+        line += f". Not sanitised, not to be published: {found['epsilon_not_sanitised']:.3f}"
+    return line
 
 
 def _clusters_line(found: Any, groups: str) -> str:

@@ -28,7 +28,7 @@ from fairveil.remote import Array, deployable
 from fairveil.session import Facts, Member, Task, Terms
 
 
-@deployable(by=NeighbourVotes, queries=Array(("q", "d")))
+@deployable(by=NeighbourVotes, queries=Array(("q", "f")))
 def neighbour_votes(members: Sequence[Member]) -> list[Reply]:
     """Each client votes on the input "queries" (Q, d) with its nearest records."""
     replies = []

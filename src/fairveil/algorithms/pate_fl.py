@@ -26,14 +26,14 @@ from fairveil.adaptation import adapted
 from fairveil.algorithms.voting import Voting
 from fairveil.privacy.release import Kept, Reply
 from fairveil.privacy.votes import NoisyVotes
-from fairveil.remote import Array, deployable
+from fairveil.remote import Array, Count, deployable
 from fairveil.session import Member, Session, Task, Terms
 from fairveil.tasks import descent
 
 
 @deployable(
-    model=Array(("p",)), learning_rate=float, local_epochs=int, batch_size=int, public=Array(("n", "d")),
-    adaptation=float, optional=("public", "adaptation"),
+    model=Array(("p",)), learning_rate=float, local_epochs=Count(), batch_size=Count(), public=Array(("n", "f")),
+    adaptation=float, together=("public", "adaptation"),
 )  # fmt: skip
 def train_teacher(members: Sequence[Member]) -> list[Reply]:
     """Each client trains the input "model" on its own records, and keeps what came of it.
@@ -56,7 +56,7 @@ def _adapted(member: Member) -> Tensor:
     )  # fmt: skip
 
 
-@deployable(by=NoisyVotes, queries=Array(("q", "d")))
+@deployable(by=NoisyVotes, queries=Array(("q", "f")), needs=("model",))
 def teacher_votes(members: Sequence[Member]) -> list[Reply]:
     """Each client votes for what its teacher takes the input "queries" (Q, d) to be."""
     replies = []

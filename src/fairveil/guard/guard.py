@@ -19,9 +19,9 @@ the same reason a run that ends early keeps its whole price, from its first rele
 was seen. Within a run a server chooses the order, but not the multiset, and the price does not depend on the order.
 Neighbours are as in the policy. (A run under metric privacy is priced for all records of the client, replaced by any
 others, which bounds every relation; with `open_choice` in the policy, only as far as the choice stays the same.) The
-budget is for the records of this folder, whatever is added to or taken from them later. A run that protects whole
-clients by noise of the server (`trust = "server"`) counts with the price of what is published, as the server has it;
-from the server itself nothing is hidden but what the bound cuts off.
+budget is for the records of this folder, whatever is added to or taken from them later. A run that publishes sums over
+all clients (`trust = "server"`), noised by the server or by the clients together, counts with the price of what is
+published, as the server has it; from the server itself nothing is hidden but what the bound cuts off.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from fairveil.data.federation import ClientData, Federation, Source, Standardise
 from fairveil.engine.local import Bench
 from fairveil.errors import PrivacyError, UserError
 from fairveil.guard.personal import Versions
-from fairveil.guard.policy import Proposal, Refused, checked, read_client
+from fairveil.guard.policy import Holding, Proposal, Refused, checked, read_client
 from fairveil.models import MODELS, ModelSpec
 from fairveil.options import shown
 from fairveil.plugins import load_object
@@ -62,7 +62,8 @@ from fairveil.privacy.ledger import Entry, Ledger
 from fairveil.privacy.mechanisms import Mechanism, canonical, events_of, from_canonical
 from fairveil.privacy.metric import Sanitiser
 from fairveil.privacy.moments import LEAST_DEVIATION
-from fairveil.privacy.release import Kept, Release, Reply, Share, digest_values
+from fairveil.privacy.release import Kept, Plain, Release, Reply, Share, digest_values
+from fairveil.privacy.votes import NoisyVotes
 from fairveil.provenance import versions
 from fairveil.remote import DEPLOYABLE, Deployable, Envelope, Malformed, check_finite
 from fairveil.session import Call, Job, job_digest, mechanism_digest
@@ -119,6 +120,7 @@ class Guard:
         self.federation, own = self._federation()
         self.data = self.federation.load(own)
         self.size = int(nominal_sizes(np.array([len(self.data.train)]), self.policy.sizes)[0])
+        self.holding = Holding(self.size, self.federation.features, self.federation.classes)
         self.group = self.config.group or self.federation.groups[self.federation.group[own]]
         self.fingerprint = fingerprint(self.data.train.x, self.data.train.y)
         with ExitStack() as opened:
@@ -206,7 +208,7 @@ class Guard:
             if row[0] != proposal.text():
                 raise Refused("this run was accepted with another proposal; what was accepted does not change")
             return self._accepted(name)
-        releases = checked(proposal, self.policy)
+        releases = checked(proposal, self.policy, self.holding)
         self._bench(name, proposal)  # it can be built
         try:
             found = price(events_of(releases), proposal.delta, adjacency=self.policy.adjacency)
@@ -241,15 +243,13 @@ class Guard:
         shared, each = asked.under("shared."), asked.under("each.")
         if shared.keys() & each.keys():
             raise Refused(f"inputs {sorted(shared.keys() & each.keys())} are given twice")
-        deployable.check(shared | each, run.bench.model.parameters)
-        if isinstance(mechanism, Sanitiser):
-            try:
-                mechanism.check(cast(Tensor, (shared | each)["models"]))
-            except ValueError as error:  # of what was sent alone
-                raise Refused(str(error)) from None
+        self._check(deployable, run, shared | each)
+        _check_made_for(mechanism, shared | each)
         before = job_digest(deployable.task, shared)
         asked_for = digest_values(each, before=mechanism_digest(mechanism, before))
         personal, version = self._personal(run, request, asked_for)
+        if deployable.needs - personal.keys():
+            raise Refused(f"{asked.text('task')} needs a personal {sorted(deployable.needs)[0]}: none was made yet")
         digest = digest_values(each, personal, before=mechanism_digest(mechanism, before))
         self._payable(run, request, mechanism, digest)
         bench = run.bench if deployable.prepares else self._scaled(run, asked)
@@ -274,7 +274,7 @@ class Guard:
         given = {name: asked.values[name] for name in ("model", "models") if name in asked.values}
         if len(given) > 1:
             raise Refused("a client is served by one model, or chooses among some")
-        DEPLOYABLE["evaluate"].check(given, run.bench.model.parameters)
+        self._check(DEPLOYABLE["evaluate"], run, given)
         bench = self._scaled(run, asked)
         personal, _ = self._personal(run)
         served = next(iter(given.values()), personal.get("model"))
@@ -312,9 +312,14 @@ class Guard:
         mechanism = from_canonical(what)
         if mechanism is None or what not in self.ledger.planned().get(run.id, {}):
             raise Refused(f"not in the proposal that was accepted: {mechanism.describe() if mechanism else 'unknown'}")
-        if deployable.by is None or not isinstance(mechanism, deployable.by):
-            raise Refused(f"{task} does not answer by {mechanism.kind}")
+        if not deployable.answers_by(mechanism):
+            raise Refused(f"{task} does not answer by {mechanism.kind} ({type(mechanism).__name__})")
         return deployable, mechanism
+
+    def _check(self, deployable: Deployable, run: _Run, inputs: Mapping[str, Plain]) -> None:
+        """Whether a task takes these inputs, for the model of this run and records of this shape."""
+        record = math.prod(self.federation.features)
+        deployable.check(inputs, parameters=run.bench.model.parameters, record=record)
 
     def _payable(self, run: _Run, request: str, mechanism: Mechanism | None, digest: bytes) -> None:
         """Whether the ledger will take it; asked before anything is computed."""
@@ -365,7 +370,7 @@ class Guard:
             if mark != self.fingerprint:
                 raise Refused("the records have changed since this run was accepted; a new run can be proposed")
             proposal = Proposal.read(text)
-            checked(proposal, self.policy)  # the policy may have become stricter since
+            checked(proposal, self.policy, self.holding)  # the policy may have become stricter since
             personal = Versions(self.folder / "personal" / str(number))
             run = self._runs[name] = _Run(number, name, proposal, self._bench(name, proposal), personal)
             if scales is not None:
@@ -492,6 +497,17 @@ class _Own:
 
     def load(self, client: int) -> ClientData:
         return self.data
+
+
+def _check_made_for(mechanism: Mechanism | None, inputs: Mapping[str, Plain]) -> None:
+    """Whether the noise of a mechanism is made for these inputs."""
+    try:
+        if isinstance(mechanism, Sanitiser):
+            mechanism.check(cast(Tensor, inputs["models"]))
+        if isinstance(mechanism, NoisyVotes) and "queries" in inputs:
+            mechanism.check(cast(Tensor, inputs["queries"]))
+    except ValueError as error:  # of what was sent alone
+        raise Refused(str(error)) from None
 
 
 def _answer(call: Call, reply: Reply) -> Envelope:

@@ -13,14 +13,18 @@ from typing import Any, Literal
 from pydantic import Field
 
 from fairveil.config import DataConfig, Section, read_toml
+from fairveil.errors import UserError
+from fairveil.neighbours import find_extractor
 from fairveil.options import parse
 from fairveil.privacy.accounting import Adjacency
-from fairveil.privacy.mechanisms import CohortSums, Mechanism, from_canonical
+from fairveil.privacy.mechanisms import CohortSums, Mechanism, SumMechanism, from_canonical
 from fairveil.privacy.metric import Sanitiser
+from fairveil.privacy.votes import NeighbourVotes, NoisyVotes
 from fairveil.remote import Malformed
 
 TASKS = ["local_update", "choose_model", "personal_update", "release_moments"]  # that need trust in nobody
 BOUNDS = ("clip_norm", "bound", "radius")  # fields of mechanisms
+LARGEST_COUNT = 10**15  # of any whole number in a mechanism; float64 has all of them
 LEAST_BOUND = 1e-9  # far above the least numbers of float32, which are rounded by up to their own size
 
 
@@ -32,12 +36,12 @@ class Policy(Section):
     adjacency: Adjacency = "add-remove"
     trust: Literal["nobody", "server"] = "nobody"  # whether bounded contributions may go to the server without noise
     tasks: list[str] = TASKS
-    smallest_noise: float = Field(0.2, gt=0)  # multiplier
+    smallest_noise: float = Field(0.2, gt=0)  # multiplier; of votes: standard deviation, in votes of one client
     largest_clip: float = Field(10.0, gt=0)
     open_choice: bool = False  # whether the choice among models that may be any distance apart may show, at no price
     largest_message: int = Field(100_000_000, gt=0)  # bytes
     sizes: Literal["rounded", "public"] = "rounded"
-    plugins: list[str] = Field([])  # modules with tasks, or package.module:Class of models, that a server may name
+    plugins: list[str] = Field([])  # modules with tasks; package.module:Name of models, features that may be named
 
 
 class OwnData(DataConfig):
@@ -111,8 +115,23 @@ class Proposal:
         )  # fmt: skip
 
 
-def checked(proposal: Proposal, policy: Policy) -> dict[Mechanism, int]:
-    """The mechanisms of a proposal and how often, each within the policy.
+@dataclass(frozen=True)
+class Holding:
+    """What a client declares of its records. All of it is public, so that it may show in a refusal."""
+
+    size: int  # rounded down, unless it is public
+    features: tuple[int, ...]  # shape of a record
+    classes: int
+
+
+def checked(proposal: Proposal, policy: Policy, holding: Holding) -> dict[Mechanism, int]:
+    """The mechanisms of a proposal and how often, each within the policy, and such that it fits the records.
+
+    Whatever is summed over clients (`SumMechanism`) needs trust in the server, whichever unit it protects: a share that
+    leaves here is exact within its bound, and the noise that is priced comes on the sum. That holds as well where the
+    clients make this noise together (`noised_by`). One share alone then has 1/(N - t) of its variance, which hides next
+    to nothing, and N is what the server says; it would need no trust if nobody could see more than the sum, and there
+    is no secure sum on a federation.
 
     Raises:
         Refused: one of them is not.
@@ -124,12 +143,15 @@ def checked(proposal: Proposal, policy: Policy) -> dict[Mechanism, int]:
         mechanism = from_canonical(text)
         if mechanism is None:
             raise Refused("a mechanism that is not known here")
-        protects = "client" if isinstance(mechanism, CohortSums) else "record"
-        if (protects if not isinstance(mechanism, Sanitiser) else "metric") != proposal.unit:
+        if isinstance(mechanism, SumMechanism) and policy.trust != "server":
+            raise Refused(f"{mechanism.kind}: shares do not go to the server, the policy trusts nobody")
+        if _protects(mechanism) != proposal.unit:
             raise Refused(f"{mechanism.kind} does not go with privacy of each {proposal.unit}")
         if getattr(mechanism, "adjacency", policy.adjacency) != policy.adjacency:
             raise Refused(f"{mechanism.kind} is noised for another relation between neighbours than the policy's")
         for name, value in _numbers(mechanism):
+            if not abs(value) <= LARGEST_COUNT and math.isfinite(value):
+                raise Refused(f"a {name} of {value:g} makes no sense")
             if name == "noise_multiplier" and not policy.smallest_noise <= value < math.inf:
                 raise Refused(f"a noise multiplier of {value:g}: the policy asks for {policy.smallest_noise:g}")
             if name == "expected_batch" and not value >= 1:  # steps would be as long as a server likes
@@ -138,8 +160,37 @@ def checked(proposal: Proposal, policy: Policy) -> dict[Mechanism, int]:
                 raise Refused("models any distance apart: which of them a client takes would show, at no price")
             if name in BOUNDS and not LEAST_BOUND <= value <= policy.largest_clip:
                 raise Refused(f"a {name} of {value:g}: the policy allows {policy.largest_clip:g}")
+        if isinstance(mechanism, NoisyVotes):
+            _check_votes(mechanism, policy, holding)
         releases[mechanism] = count
     return releases
+
+
+def _protects(mechanism: Mechanism) -> str:
+    """The unit that a mechanism is priced for."""
+    if isinstance(mechanism, NoisyVotes):
+        return mechanism.unit
+    return "metric" if isinstance(mechanism, Sanitiser) else "client" if isinstance(mechanism, CohortSums) else "record"
+
+
+def _check_votes(votes: NoisyVotes, policy: Policy, holding: Holding) -> None:
+    """Whether a client can give such votes; nothing is imported because a server names it."""
+    if votes.classes != holding.classes or votes.several is not None:
+        raise Refused(f"votes for {votes.classes:,} classes: a record has one of {holding.classes} here")
+    if 8 * votes.queries * votes.classes > policy.largest_message:
+        raise Refused(f"the votes for {votes.queries:,} queries do not fit the messages that the policy allows")
+    if votes.threshold is not None and not votes.threshold_noise >= policy.smallest_noise:
+        raise Refused(f"a threshold noise of {votes.threshold_noise:g}: the policy asks for {policy.smallest_noise:g}")
+    if not isinstance(votes, NeighbourVotes):
+        return
+    if votes.neighbours > holding.size:
+        raise Refused(f"{votes.neighbours:,} neighbours: this client declares {holding.size:,} records")
+    if ":" in votes.features and votes.features not in policy.plugins:
+        raise Refused(f"the features {votes.features[:100]!r} are not among the policy's plugins")
+    try:
+        find_extractor(votes.features, holding.features)
+    except UserError as error:
+        raise Refused(error.what) from None
 
 
 def _numbers(mechanism: Any) -> Iterator[tuple[str, float]]:

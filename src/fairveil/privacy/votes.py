@@ -81,6 +81,9 @@ class NoisyVotes:
     several: Several | None = None  # None: a record has one class, and the winner is the label
 
     def __post_init__(self) -> None:
+        parts = (self.noised_by, Sharers), (self.cost, SmoothedPrice), (self.several, Several)
+        if any(value is not None and not isinstance(value, kind) for value, kind in parts):
+            raise TypeError(f"{self} is made of something else than it should be")  # its text may come from a server
         known = self.unit in get_args(Protected) and self.adjacency in get_args(Adjacency)
         counted = 1 <= self.answers <= self.queries and self.classes >= 2 and 0 <= self.noise_multiplier < math.inf
         all_answered = self.threshold is None and self.answers == self.queries and not self.threshold_noise
@@ -188,6 +191,11 @@ class NoisyVotes:
         part = Part("votes", (self.queries, self.classes), self.weight * rows, self.noise_multiplier / rows)
         return CohortSums((part,), 1.0, self.noised_by)
 
+    def check(self, queries: Tensor) -> None:
+        """Refuse queries (Q, d) that are not as many as are priced (ValueError). What a client holds plays no part."""
+        if len(queries) != self.queries:
+            raise ValueError(f"{len(queries):,} queries, and a price for {self.queries:,}")
+
     def share(self, values: Mapping[str, Tensor], client: Client) -> tuple[Share, dict[str, float]]:
         """Bound one client's votes {"votes": (Q, C)}, see `within`."""
         return self._share(within(values["votes"], self.most), client)
@@ -201,8 +209,15 @@ class NoisyVotes:
         return self._sums.zero()
 
     def add(self, exact: dict[str, Tensor], share: Share) -> None:
-        """Add a share to the fixed-point sums, in place."""
-        self._sums.add(exact, share)
+        """Add a share to the fixed-point sums, in place; a TypeError if it has more votes than a client has."""
+        added = self._sums.zero()
+        self._sums.add(added, share)
+        votes, most = share.value["votes"], self.weight * (1 + 1e-9)
+        if self.noised_by is None and not ((votes >= 0) & (votes <= most)).all():
+            raise TypeError("votes below 0, or more than one for a class")
+        if self.noised_by is None and not (votes.sum(dim=1) <= self.most * most).all():
+            raise TypeError("more votes for a query than a client has")
+        exact["votes"] += added["votes"]
 
     def finish(
         self, exact: Mapping[str, Tensor], stream: Stream, silent: int

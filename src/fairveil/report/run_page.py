@@ -34,6 +34,7 @@ from fairveil.report.tables import (
     group_table,
     in_range,
 )
+from fairveil.report.votes import answers_by_class, votes_table
 
 
 def run_page(run: Run) -> Page:
@@ -51,6 +52,7 @@ def run_page(run: Run) -> Page:
         Section("verdict", "Verdict", _verdict(run, statement, spent, judged), intro=_guarantee(statement)),
         _clients(run) if run.elsewhere else Section("fairness", "Who is served how well", _fairness(run, judged)),
         Section("clusters", "Clusters", _clusters(run)),
+        Section("votes", "Votes", [*charts(lambda: answers_by_class(run)), *filter(None, [votes_table(run)])]),
         Section("privacy", "Privacy", _privacy(run, statement, spent), intro=PRIVACY),
         Section(
             "training",

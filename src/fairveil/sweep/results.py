@@ -61,6 +61,7 @@ def make_table(sweep: Sweep, results: Mapping[Cell, Mapping[str, Any]], errors: 
         row |= _between_groups(result.get("fairness", {}))
         row |= {f"clusters_{key}": result["clusters"][key] for key in CLUSTERS if "clusters" in result}
         row |= {f"budget_{key}": value for key, value in result.get("budget", {}).items()}
+        row |= {f"votes_{key}": value for key, value in result.get("votes", {}).items() if key != "by_class"}
         rows.append(row)
     table = pd.DataFrame(rows, columns=list(dict.fromkeys(key for row in rows for key in row)))
     for key in sweep.keys:
@@ -70,7 +71,7 @@ def make_table(sweep: Sweep, results: Mapping[Cell, Mapping[str, Any]], errors: 
             table[key] = table[key].astype("str").where(table[key].notna(), None)
         elif key in COUNTS or key.endswith("_clients"):
             table[key] = table[key].astype("Int64")
-        elif key in NUMBERS or key.startswith(("clusters_", "budget_")):
+        elif key in NUMBERS or key.startswith(("clusters_", "budget_", "votes_")):
             table[key] = table[key].replace("infinity", math.inf).astype(float)
     return table
 
