@@ -105,12 +105,17 @@ class Deployable:
             return False
         return isinstance(mechanism, self.by) if inspect.isabstract(self.by) else type(mechanism) is self.by
 
-    def check(self, given: Mapping[str, Plain], *, parameters: int, record: int) -> None:
+    def check(
+        self, given: Mapping[str, Plain], *, parameters: int, record: int, tokens: int | None = None
+    ) -> None:  # fmt: skip
         """Whether these inputs are what the task takes, all numbers within ±LARGEST.
+
+        Records ("f") may hold any finite number: a client's own do, and votes on them are bounded whatever they are.
 
         Args:
             parameters: of the model.
             record: how many numbers a record has.
+            tokens: if they are those of words, how many words there are.
 
         Raises:
             Malformed: they are not, and why.
@@ -140,6 +145,11 @@ class Deployable:
                 raise Malformed(f"the input {name!r} must be a {wanted.__name__}, not a {type(value).__name__}")
         check_finite(given)
         for name, value in given.items():
+            wanted = self.inputs[name]
+            if isinstance(value, Tensor) and isinstance(wanted, Array) and wanted.shape[-1] == "f":
+                if tokens is not None and not ((value >= 0) & (value < tokens) & (value == value.round())).all():
+                    raise Malformed(f"the input {name!r} holds what is no number of a word")
+                continue
             if isinstance(value, Tensor) and value.is_floating_point():
                 largest = float(value.abs().max())
             else:

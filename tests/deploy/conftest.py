@@ -13,6 +13,7 @@ import pytest
 import tomli_w
 from flwr.supercore.task_identity import TaskIdentity
 
+from fairveil.algorithms import find_algorithm
 from fairveil.config import RunConfig, make_config
 from fairveil.deploy.federation import Federated, carry_out
 from fairveil.engine import flower
@@ -26,7 +27,7 @@ POLICY: dict[str, Any] = {
     "epsilon": 20.0, "delta": 1e-2, "trust": "server",
     "tasks": [
         "local_update", "choose_model", "release_moments", "evaluate", "bounded_update", "share_moments",
-        "personal_update",
+        "personal_update", "train_teacher", "teacher_votes", "neighbour_votes",
     ],
     "smallest_noise": 0.05, "largest_clip": 10.0, "open_choice": True,
 }  # fmt: skip
@@ -140,8 +141,11 @@ class Small:
         self.wire.guards = {}
 
     def config(self, algorithm: Mapping[str, Any], local: bool = False, **sections: Any) -> RunConfig:
+        data = self.data if local else {"dataset": "clients"}
+        if find_algorithm(algorithm["name"]).needs_public:
+            data = data | {"server": {"dataset": "digits", "rows": "test"}}
         values = {
-            "data": self.data if local else {"dataset": "clients"},
+            "data": data,
             "model": {"name": "logistic"},
             "algorithm": {"rounds": 3} | dict(algorithm),
             "privacy": {"epsilon": 8.0, "delta": 1e-3},

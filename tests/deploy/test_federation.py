@@ -7,6 +7,7 @@ import math
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from .conftest import SeededServer, Small, carry_out, client_folder
 
 OPTIONS: dict[str, dict[str, Any]] = {name: {"clusters": 2} for name in ("ifca", "km-cdpfl", "r-dpcfl", "rc-dpfl")}
 OPTIONS["dp-fedavg"] = {"sample_rate": 0.6}
+OPTIONS |= {name: {"queries": 30, "student_steps": 20} for name in ("pate-fl", "knn-fl")}
 IFCA = {"name": "ifca", "clusters": 2}
 GLOBAL = {"name": "global"}
 
@@ -60,6 +62,17 @@ def of_unit(found: Outcome, unit: int) -> list[tuple[Any, ...]]:
     return sorted(entry[1:] for entry in found.ledger if entry[0] == unit)
 
 
+def whole(federation: Small, found: Outcome) -> Outcome:
+    """With the personal state of the clients, which is in their own folders and not at the server."""
+    assert found.checkpoint.personal == {}
+    kept = {
+        number: load_file(max((federation.folder / name / "personal" / "1").iterdir()))
+        for number, name in enumerate(federation.names)
+        if (federation.folder / name / "personal").exists()
+    }
+    return replace(found, checkpoint=replace(found.checkpoint, personal=kept))
+
+
 def here(config: RunConfig, folder: Path) -> Outcome:
     """The same on this machine."""
     return outcome(run_in(config, folder, place=Here()).folder)
@@ -78,7 +91,7 @@ def ledgers_agree(federation: Small, found: Outcome) -> None:
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_algorithm_gives_the_bits_of_the_local_engine(small: Small, name: str) -> None:
     algorithm = {"name": name} | OPTIONS.get(name, {})
-    found = outcome(small.run(small.config(algorithm)))
+    found = whole(small, outcome(small.run(small.config(algorithm))))
     assert differ(here(small.config(algorithm, local=True), small.folder / "here"), found) is None
     ledgers_agree(small, found)
     assert not {answer.kind for _, _, answer in small.wire.seen} & {"refused", "failed"}
@@ -197,7 +210,9 @@ class Crash(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("name", "guards"), [("ifca", "guards as well"), ("ifca", "the server alone"), ("dp-fedavg", "guards as well")]
+    ("name", "guards"),
+    [("ifca", "guards as well"), ("ifca", "the server alone")]
+    + [(name, "guards as well") for name in ("dp-fedavg", "pate-fl", "knn-fl")],
 )
 def test_a_run_goes_on_after_a_crash(small: Small, monkeypatch: pytest.MonkeyPatch, name: str, guards: str) -> None:
     """In the narrowest window: after the ledgers were posted, before the round was saved."""
@@ -216,7 +231,7 @@ def test_a_run_goes_on_after_a_crash(small: Small, monkeypatch: pytest.MonkeyPat
     if guards == "guards as well":
         small.open()
     carry_out(small.wire, small.folder / "run", SeededServer)
-    found = outcome(small.folder / "run")
+    found = whole(small, outcome(small.folder / "run"))
     assert differ(here(small.config(algorithm, local=True), small.folder / "here"), found) is None
     ledgers_agree(small, found)
     for client, posted in before.items():

@@ -107,7 +107,7 @@ def test_no_votes_are_longer_or_further_apart_than_is_priced(classes: int, tau: 
     """
     random, queries, several = np.random.default_rng(classes), 12, None if tau is None else Several(tau, 1.0)
     alone, most = pate(queries, classes, several=several), tau or 1
-    replaced, record = (replace(alone, **changed) for changed in ({"adjacency": "replace"}, {"unit": "record"}))
+    replaced, record = replace(alone, adjacency="replace"), replace(alone, unit="record")
     assert alone.sensitivity == pytest.approx(math.sqrt(most), rel=1e-15)
     apart = math.sqrt(min(2 * most, classes))
     assert {m.sensitivity for m in (replaced, record, replace(record, adjacency="replace"))} == {apart}

@@ -109,6 +109,13 @@ class Voting(Algorithm[State]):
                 "It needs the exact votes, which nobody sees then. Nothing was run.",
                 'algorithm.noise = "server", or leave it out',
             )
+        if self.publish_cost and facts.adjacency == "replace":
+            raise UserError(
+                'algorithm.publish_cost = true does not go with privacy.adjacency = "replace".',
+                "Noise by smooth sensitivity has a price in Renyi divergence only, which is not for replaced units. "
+                "Nothing was run.",
+                'privacy.adjacency = "add-remove", or leave out algorithm.publish_cost',
+            )
         return self
 
     # ---- what is asked -----------------------------------------------------------------------------

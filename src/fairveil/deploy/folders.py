@@ -44,14 +44,15 @@ epsilon = 4.0                   # the largest budget, over all runs on this data
 delta = 1e-4                    # below 1 / (number of records)
 adjacency = "add-remove"        # or "replace"
 trust = "nobody"                # or "server": bounded shares without noise may go to the server, which adds it
-# what may be computed; with trust = "server" also "bounded_update" and "share_moments"
+# what may be computed; with trust = "server" also "bounded_update", "share_moments", and for votes "neighbour_votes",
+# or "train_teacher" and "teacher_votes"
 tasks = ["local_update", "choose_model", "personal_update", "release_moments"]
-smallest_noise = 0.2            # noise multiplier
+smallest_noise = 0.2            # noise multiplier; of votes: standard deviation, in votes
 largest_clip = 10.0             # bound on what one record may contribute, and on a radius
 open_choice = false             # true: the choice among models that may be any distance apart may show, at no price
 largest_message = 100_000_000   # bytes
 sizes = "rounded"               # how the number of records is declared: rounded down, or "public" (exact)
-plugins = []                    # modules of your own with tasks and models
+plugins = []                    # modules of your own with tasks; "module:Name" of models and features
 """
 
 

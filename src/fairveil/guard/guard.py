@@ -318,8 +318,8 @@ class Guard:
 
     def _check(self, deployable: Deployable, run: _Run, inputs: Mapping[str, Plain]) -> None:
         """Whether a task takes these inputs, for the model of this run and records of this shape."""
-        record = math.prod(self.federation.features)
-        deployable.check(inputs, parameters=run.bench.model.parameters, record=record)
+        record, tokens = math.prod(self.federation.features), self.federation.tokens
+        deployable.check(inputs, parameters=run.bench.model.parameters, record=record, tokens=tokens)
 
     def _payable(self, run: _Run, request: str, mechanism: Mechanism | None, digest: bytes) -> None:
         """Whether the ledger will take it; asked before anything is computed."""

@@ -24,7 +24,6 @@ from fairveil.remote import Malformed
 
 TASKS = ["local_update", "choose_model", "personal_update", "release_moments"]  # that need trust in nobody
 BOUNDS = ("clip_norm", "bound", "radius")  # fields of mechanisms
-LARGEST_COUNT = 10**15  # of any whole number in a mechanism; float64 has all of them
 LEAST_BOUND = 1e-9  # far above the least numbers of float32, which are rounded by up to their own size
 
 
@@ -150,8 +149,6 @@ def checked(proposal: Proposal, policy: Policy, holding: Holding) -> dict[Mechan
         if getattr(mechanism, "adjacency", policy.adjacency) != policy.adjacency:
             raise Refused(f"{mechanism.kind} is noised for another relation between neighbours than the policy's")
         for name, value in _numbers(mechanism):
-            if not abs(value) <= LARGEST_COUNT and math.isfinite(value):
-                raise Refused(f"a {name} of {value:g} makes no sense")
             if name == "noise_multiplier" and not policy.smallest_noise <= value < math.inf:
                 raise Refused(f"a noise multiplier of {value:g}: the policy asks for {policy.smallest_noise:g}")
             if name == "expected_batch" and not value >= 1:  # steps would be as long as a server likes
@@ -200,5 +197,7 @@ def _numbers(mechanism: Any) -> Iterator[tuple[str, float]]:
         for inner in value if isinstance(value, tuple) else [value]:
             if is_dataclass(inner):
                 yield from _numbers(inner)
+            elif isinstance(inner, int) and abs(inner) >= 2**63:  # beyond 2^1024 there is not even a float of it
+                raise Refused(f"a {field.name} of more than 64 bits")
             elif isinstance(inner, int | float):
                 yield field.name, float(inner)

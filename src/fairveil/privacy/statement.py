@@ -50,11 +50,18 @@ ELSEWHERE: Mapping[str, str] = {  # by whether clients add the noise themselves
     ),
     "client": (
         "other runs with the same clients, whose prices add up (each client keeps account of those it took part in); "
-        "people whose records several clients hold; what a client declares of itself (name, group, size, kind of "
-        "records); who is drawn when, which whoever sees the traffic between clients and server can tell; and what "
-        "stays on a client's machine: records, ledger, models, and its scores, which are computed without noise and "
-        "are not sent"
+        "people {people}; what a client declares of itself (name, group, size, kind of records); {shows}, which "
+        "whoever sees the traffic between clients and server can tell; and what stays on a client's machine: records, "
+        "ledger, models, and its scores, which are computed without noise and are not sent"
     ),
+}
+PEOPLE: Mapping[str, str] = {  # by what is protected
+    "record": "who own several records, or whose records several clients hold",
+    "client": "whose records several clients hold",
+}
+SHOWS: Mapping[bool, str] = {  # by whether the server draws who is asked
+    True: "who is drawn when",
+    False: "whether and how fast it answers",
 }
 SECURE_SUM = (
     "the server, with the exact sum of what clients contribute within bounds, to which it adds the noise, and with the "
@@ -348,13 +355,23 @@ def make_statement(
         releases=tuple(_kind(kind, planned, posted) for kind in kinds),
         public=dict(public),
         noise_source=NOISE_SOURCES[noise],
-        not_covered=(ELSEWHERE["client" if pooled else "record"] if elsewhere else NOT_COVERED)
+        not_covered=(_not_covered_elsewhere(unit, pooled, planned) if elsewhere else NOT_COVERED)
         + (REFERENCE if reference else "")
         + (OVERLAP.format(holders) if unit != "record" and holders > 1 else ""),
         complete=complete,
         metric=metric,
         pooled=pooled,
     )
+
+
+def _not_covered_elsewhere(
+    unit: Literal["record", "client", "metric"], pooled: bool, planned: Sequence[Mapping[Mechanism, int]]
+) -> str:
+    if not pooled:
+        return ELSEWHERE["record"]
+    drawn = any(getattr(mechanism, "asked", 1.0) < 1 for releases in planned for mechanism in releases)
+    people = PEOPLE["record" if unit == "record" else "client"]
+    return ELSEWHERE["client"].format(people=people, shows=SHOWS[drawn])
 
 
 def _kind(
