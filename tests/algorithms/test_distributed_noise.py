@@ -137,7 +137,7 @@ def test_who_does_not_take_part_answers_like_any_other() -> None:
         share, diagnostics = mechanism.share(values, member(client))
         same = torch.equal(share.value["update"], mechanism.share(nothing, member(client))[0].value["update"])
         assert same != there and share.value["update"].abs().min() > 0 and bool(diagnostics) == there
-        steps = share.value["update"] * mechanism._scale(mechanism.parts[0])
+        steps = share.value["update"] * mechanism.scale(mechanism.parts[0])
         looks |= {(value.dtype, value.shape, value.is_contiguous()) for value in share.value.values()}
         assert torch.equal(steps, steps.round()) and share.mechanism is mechanism  # on one grid, all of them
     assert len(looks) == 1
@@ -186,7 +186,7 @@ def test_a_client_moves_the_sum_by_at_most_its_bound(
     for gone in range(len(many)):
         less = total(mechanism, [{"a": torch.zeros(3)} if k == gone else value for k, value in enumerate(values)])
         moved = (whole["a"] - less["a"]).tolist()
-        limit = Fraction(bound) * Fraction(mechanism._scale(part))
+        limit = Fraction(bound) * Fraction(mechanism.scale(part))
         assert sum(Fraction(steps) ** 2 for steps in moved) <= limit**2
         assert mechanism.takes_part(member(gone)) or not any(moved)
 
@@ -202,9 +202,9 @@ def test_no_sum_of_shares_overflows(clients: int, left: float, bound: float, z: 
     part = Part("a", (size,), bound, z)
     mechanism = sums(1.0, clients, tolerated, part)
     longest = Fraction(bound) + Fraction(10 * bound * z) * Fraction(math.sqrt(size / (clients - tolerated)))
-    steps = longest * Fraction(mechanism._scale(part))
+    steps = longest * Fraction(mechanism.scale(part))
     assert steps < 2**53 * Fraction(1 + 1e-12) and clients * steps < 2**63  # whole numbers of float64, and of int64
-    assert mechanism._share_std(part) * mechanism._scale(part) > 2**6 or z < 1e-3  # and the grid is far below the noise
+    assert mechanism._share_std(part) * mechanism.scale(part) > 2**6 or z < 1e-3  # and the grid is far below the noise
 
 
 @pytest.mark.statistical

@@ -60,7 +60,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def test_without_noise_the_label_is_what_most_teachers_say(runs: Path) -> None:
-    """Counted by hand from the teachers, which are the clients' personal state, and linear; ties to the lowest class."""
+    """Counted by hand from the teachers, which are linear and the clients' personal state; ties to the lowest class."""
     result = start_run(config("pate-fl"), runs=runs)
     found = outcome(result.folder).checkpoint
     public = config("pate-fl").build_federation().server.x[:QUERIES].flatten(1)  # type: ignore[union-attr]
@@ -134,8 +134,8 @@ def test_a_student_learns_what_nobody_holds_alone(runs: Path) -> None:
 
 
 def test_classes_that_no_client_has_seen_are_not_the_answer(runs: Path) -> None:
-    """Three clients with two records each hold at most six of ten classes. Their neighbours name no others; a teacher may,
-    and is then right by chance alone. The run goes on."""
+    """Three clients with two records each hold at most six of ten classes. Their neighbours name no others; a teacher
+    may, and is then right by chance alone. The run goes on."""
     law = {"clients": [3], "records": 2, "test_records": 5, "classes": 10}
     for name, own in (("knn-fl", {"neighbours": 2}), ("pate-fl", {"local_epochs": 100})):
         chosen = config(name, {"noise_multiplier": 0.01, "delta": 1e-4}, **own).resolved()
@@ -237,6 +237,7 @@ def test_adapted_teachers_are_others_and_see_public_records_only(runs: Path) -> 
         ("pate-fl", {"noise": "distributed", "tolerated": 8}, "tolerated = 8 makes no sense"),
         ("pate-fl", {"noise": "distributed", "confidence": 0.5}, "confidence does not go with"),
         ("pate-fl", {"noise": "distributed", "publish_cost": True}, "publish_cost does not go with"),
+        ("pate-fl", {"confidence": 0.5, "publish_cost": True}, "does not go with algorithm.confidence"),
         ("pate-fl", {"neighbours": 3}, "neighbours = 3 is not a known key"),
         ("knn-fl", {"neighbours": 0}, "neighbours = 0"),
         ("knn-fl", {"neighbours": 200}, "neighbours = 200 is more than a client has records: 177"),

@@ -267,7 +267,7 @@ def test_a_client_moves_each_sum_by_at_most_its_bound(clients: list[dict[str, Te
     for gone in range(len(clients)):
         less = total(mechanism, clients[:gone] + clients[gone + 1 :])
         for part in mechanism.parts:
-            moved = (whole[part.name] - less[part.name]).double() / mechanism._scale(part)
+            moved = (whole[part.name] - less[part.name]).double() / mechanism.scale(part)
             assert torch.linalg.vector_norm(moved) <= part.bound
 
 

@@ -564,14 +564,12 @@ def test_no_noise_is_no_guarantee(adjacency: Adjacency) -> None:
         assert price({mechanism.event: 1}, 1e-3, adjacency=adjacency).epsilon == math.inf
 
 
-@pytest.mark.parametrize("checked", [False, True])
-def test_a_published_cost_is_paid_for(checked: bool) -> None:
+def test_a_published_cost_is_paid_for() -> None:
     """The Renyi curves add up at every order: a/2 * precision, and the smooth event's; then the best order, by hand."""
     published, delta = SmoothedPrice(), 1e-3
-    terms: dict[str, Any] = {"threshold": 50.0, "threshold_noise": 60.0, "answers": 300} if checked else {}
-    with_cost = pate(500, 10, 25.0, cost=published, **terms)
+    with_cost = pate(500, 10, 25.0, cost=published)
     found = price({with_cost.event: 1}, delta)
-    precision = 300 / 625 + 500 / 3600 if checked else 500 / 625
+    precision = 500 / 625
     least = math.inf
     for order in np.linspace(1.05, 15, 2000):
         rdp = order * precision / 2 + smooth_rdp(published.event, float(order))
@@ -635,12 +633,25 @@ def test_the_price_of_these_data_is_no_more_than_that_of_all_and_falls_with_agre
             curve = np.array([insight[f"rdp@{order!r}"] for order in ORDERS])
             assert (curve <= always * (1 + 1e-9)).all() and (curve >= checks * np.array(ORDERS) / 2 * (1 - 1e-12)).all()
             epsilons.append(rdp_epsilon(curve, 1e-3))
-        if not share:  # else more agreement also means more answers
-            assert epsilons == sorted(epsilons, reverse=True) and epsilons[-1] < 0.9 * epsilons[0]
+        assert epsilons == sorted(epsilons, reverse=True) and (share or epsilons[-1] < 0.9 * epsilons[0])
         _, insight = mechanism.finish(exactly(mechanism, np.tile([500.0, 0, 0, 0, 0], (50, 1))), Stream(4), 0)
         for order in (order for order in ORDERS if order < 10):  # higher ones pay for what never happens
             assert insight[f"rdp@{order!r}"] == pytest.approx(order * checks / 2, rel=1e-12, abs=1e-12)
         assert insight["agreement"] == 500 and insight["won"] == 1.0
+
+
+def test_with_a_threshold_whatever_could_be_answered_is_counted() -> None:
+    """Two queries, one tied and one clear, and one answer: the tied one is paid for also if it is passed over."""
+    mechanism = pate(2, 2, 1.0, answers=1, threshold=30.0, threshold_noise=1e-6)
+    values, insight = mechanism.finish(exactly(mechanism, np.array([[20.0, 20.0], [40.0, 0.0]])), Stream(1), 0)
+    assert values["labels"].tolist() == [-1, 0]
+    assert insight["rdp@2.0"] == pytest.approx(2 * (1 / 2 + 2 / 1e-12 / 2), rel=1e-12)
+
+
+def test_a_published_cost_counts_in_the_price_of_these_data() -> None:
+    plain, published = pate(50, 5, 4.0), pate(50, 5, 4.0, cost=SmoothedPrice())
+    found = [m.finish(exactly(m, some_votes()), Stream(4), 0)[1]["rdp@9.0"] for m in (plain, published)]
+    assert found[1] - found[0] == pytest.approx(smooth_rdp(SmoothedPrice().event, 9.0), rel=1e-6)
 
 
 # ---- forms -----------------------------------------------------------------------------------------
@@ -667,7 +678,8 @@ def mechanisms(draw: st.DrawFn) -> NoisyVotes:
         terms["noised_by"] = Sharers(clients, draw(st.integers(0, clients - 1)))
     if "several" in form:
         terms["several"] = Several(draw(st.integers(1, classes)), draw(finite))
-    if form in ("plain", "threshold") and terms["noise_multiplier"] and draw(st.booleans()):
+    private = terms["noise_multiplier"] and terms["adjacency"] == "add-remove"
+    if form == "plain" and private and draw(st.booleans()):
         order = draw(st.floats(1.1, 100))
         beta = draw(st.floats(1e-6, 0.99)) * -math.log1p(-1 / order) / 2
         terms["cost"] = SmoothedPrice(order, beta, draw(positive), draw(st.floats(1e-9, 0.49)))
@@ -693,6 +705,8 @@ NONSENSE: list[dict[str, Any]] = [
     {"threshold": 1.0, "threshold_noise": math.inf}, {"threshold": 1.0, "threshold_noise": math.nan},
     {"threshold": 1.0, "answers": 5}, {"noised_by": Sharers(3, 1), "threshold": 1.0},
     {"noised_by": Sharers(3, 1), "cost": SmoothedPrice()}, {"several": Several(4, 1.0)},
+    {"threshold": 1.0, "threshold_noise": 1.0, "cost": SmoothedPrice()},
+    {"adjacency": "replace", "cost": SmoothedPrice()}, {"noise_multiplier": 0.0, "cost": SmoothedPrice()},
     {"several": Several(1, 1.0), "threshold": 1.0}, {"several": Several(1, 1.0), "cost": SmoothedPrice()},
 ]  # fmt: skip
 

@@ -109,6 +109,13 @@ class Voting(Algorithm[State]):
                 "It needs the exact votes, which nobody sees then. Nothing was run.",
                 'algorithm.noise = "server", or leave it out',
             )
+        if self.publish_cost and self.confidence is not None:
+            raise UserError(
+                "algorithm.publish_cost = true does not go with algorithm.confidence.",
+                "Which queries are answered is drawn as well, and the price of one draw is not that of all.\n"
+                "Nothing was run.",
+                "leave out one of them",
+            )
         if self.publish_cost and facts.adjacency == "replace":
             raise UserError(
                 'algorithm.publish_cost = true does not go with privacy.adjacency = "replace".',

@@ -142,13 +142,15 @@ def checked(proposal: Proposal, policy: Policy, holding: Holding) -> dict[Mechan
         mechanism = from_canonical(text)
         if mechanism is None:
             raise Refused("a mechanism that is not known here")
+        numbers = list(_numbers(mechanism))
+        _check_priced(mechanism)
         if isinstance(mechanism, SumMechanism) and policy.trust != "server":
             raise Refused(f"{mechanism.kind}: shares do not go to the server, the policy trusts nobody")
         if _protects(mechanism) != proposal.unit:
             raise Refused(f"{mechanism.kind} does not go with privacy of each {proposal.unit}")
         if getattr(mechanism, "adjacency", policy.adjacency) != policy.adjacency:
             raise Refused(f"{mechanism.kind} is noised for another relation between neighbours than the policy's")
-        for name, value in _numbers(mechanism):
+        for name, value in numbers:
             if name == "noise_multiplier" and not policy.smallest_noise <= value < math.inf:
                 raise Refused(f"a noise multiplier of {value:g}: the policy asks for {policy.smallest_noise:g}")
             if name == "expected_batch" and not value >= 1:  # steps would be as long as a server likes
@@ -161,6 +163,14 @@ def checked(proposal: Proposal, policy: Policy, holding: Holding) -> dict[Mechan
             _check_votes(mechanism, policy, holding)
         releases[mechanism] = count
     return releases
+
+
+def _check_priced(mechanism: Mechanism) -> None:
+    """Whether its numbers are such that there is an event: of noise of 1e308, say, there is none."""
+    try:
+        _ = mechanism.event
+    except ArithmeticError:
+        raise Refused("a mechanism whose numbers are too large or too small for a price") from None
 
 
 def _protects(mechanism: Mechanism) -> str:

@@ -27,7 +27,9 @@ GRID = 2.0**-20  # what is published is a multiple of it: the bits below would t
 ROUNDING = 1e-6  # of a bucket: sums of fractions such as 1/3 miss their multiples by far less
 
 
-def consensus_rdp(votes: Floats, std: float, sensitivity: float, orders: Sequence[float]) -> Floats:
+def consensus_rdp(
+    votes: Floats, std: float, sensitivity: float, orders: Sequence[float], answers: int | None = None
+) -> Floats:
     """An upper bound on the Renyi divergences of all answers between these data and any neighbour, both ways.
 
     Unit: whatever moves the votes of each query by at most `sensitivity` in Euclidean distance (one agent added or
@@ -39,6 +41,8 @@ def consensus_rdp(votes: Floats, std: float, sensitivity: float, orders: Sequenc
         std: of the noise on each sum.
         sensitivity: see above.
         orders: each above 1.
+        answers: the most queries that are answered, where others may be passed over: then the dearest count, whichever
+            were answered, since another pattern might have been.
 
     Returns:
         The total over the queries, one number for each order.
@@ -49,7 +53,8 @@ def consensus_rdp(votes: Floats, std: float, sensitivity: float, orders: Sequenc
     behind = behind[:, -1:] - behind[:, :-1]
     # By the union bound: class j wins against the first with N(0, 2 std^2) > its distance (Papernot et al., Prop. 7).
     wrong = special.logsumexp(special.log_ndtr(-behind / (math.sqrt(2) * std)), axis=1)
-    return np.array([_divergence(wrong, sensitivity / std, order).sum() for order in orders])
+    most = len(votes) if answers is None else answers
+    return np.array([np.sort(_divergence(wrong, sensitivity / std, order))[::-1][:most].sum() for order in orders])
 
 
 def _divergence(log_wrong: Floats, shift: float, order: float) -> Floats:

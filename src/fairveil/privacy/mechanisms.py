@@ -348,7 +348,7 @@ class CohortSums:
             if there:
                 fixed[part.name] += self._fixed(part, bounded[part.name])
             if std := self._share_std(part):
-                fixed[part.name] += (std * self._scale(part) * stream.normal(part.shape)).round().to(torch.int64)
+                fixed[part.name] += (std * self.scale(part) * stream.normal(part.shape)).round().to(torch.int64)
         return self.value(fixed)
 
     def zero(self) -> dict[str, Tensor]:
@@ -388,16 +388,16 @@ class CohortSums:
         for part in self.parts:
             std = noise_std(part.bound, part.noise_multiplier)
             if std and self.noised_by is None:
-                noise = (std * self._scale(part) * stream.normal(part.shape)).round()
+                noise = (std * self.scale(part) * stream.normal(part.shape)).round()
                 noisy[part.name] = exact[part.name] + noise.to(torch.int64)
         return {name: value.to(torch.float32) for name, value in self.value(noisy).items()}, {}
 
     def value(self, fixed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Fixed-point sums as numbers, float64. Exact ones are for a mechanism that is made of this one, to noise."""
-        return {part.name: fixed[part.name].to(torch.float64) / self._scale(part) for part in self.parts}
+        return {part.name: fixed[part.name].to(torch.float64) / self.scale(part) for part in self.parts}
 
     def _fixed(self, part: Part, value: Tensor) -> Tensor:
-        fixed = (value * self._scale(part)).trunc_()
+        fixed = (value * self.scale(part)).trunc_()
         without_bound = math.isinf(part.bound)
         if without_bound and fixed.numel() and fixed.abs().max() > 2.0**FRACTION_BITS:
             raise UserError(
@@ -418,7 +418,7 @@ class CohortSums:
         """A length that the noise in one share never has."""
         return FARTHEST * self._share_std(part) * math.sqrt(math.prod(part.shape))
 
-    def _scale(self, part: Part) -> float:
+    def scale(self, part: Part) -> float:
         """A power of two that maps the bound to FRACTION_BITS bits: scaling by it is exact.
 
         With a noise multiplier above 2^16 to fewer bits, so that 40 standard deviations of noise and a million

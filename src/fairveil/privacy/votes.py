@@ -42,7 +42,7 @@ from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, NonPrivateD
 from torch import Tensor
 
 from fairveil.neighbours import find_extractor, nearest, neighbour_counts
-from fairveil.privacy.accounting import ORDERS, Adjacency
+from fairveil.privacy.accounting import ORDERS, Adjacency, rdp_curve
 from fairveil.privacy.consensus import SmoothedPrice, consensus_rdp
 from fairveil.privacy.mechanisms import Client, CohortSums, Part, Sharers
 from fairveil.privacy.release import MINT, Share
@@ -90,6 +90,10 @@ class NoisyVotes:
         some = self.threshold is not None and 0 < self.threshold < math.inf and 0 <= self.threshold_noise < math.inf
         if not (known and counted and (all_answered or some)):
             raise ValueError(f"{self} makes no sense")
+        if self.cost is not None and (some or self.adjacency == "replace" or not self.noise_multiplier):
+            # which queries are answered is drawn too: the price given one pattern is not that of the draw; and smooth
+            # noise has a price for added or removed units only
+            raise ValueError("a published price goes with neither a threshold nor replaced units, and needs noise")
         if self.noised_by is not None and (some or self.cost is not None):
             # clients that noise a sum show it whole: a count or a price of the exact sum is nobody's to make
             raise ValueError("noise that clients make together goes with neither a threshold nor a published price")
@@ -134,10 +138,10 @@ class NoisyVotes:
     @property
     def precision(self) -> float:
         """1 / z^2 of the one Gaussian release that all of it is worth."""
-        found = self.answers * (self.sensitivity / self.noise_multiplier) ** 2
+        each = [(self.answers, self.sensitivity / self.noise_multiplier)]
         if self.threshold is not None:
-            found += self.queries * (self.count_sensitivity / self.threshold_noise) ** 2
-        return found
+            each.append((self.queries, self.count_sensitivity / self.threshold_noise))
+        return sum(times * shift * shift for times, shift in each)  # infinite, if need be, where ** would fail
 
     @property
     def event(self) -> DpEvent:
@@ -187,8 +191,9 @@ class NoisyVotes:
 
     @cached_property
     def _sums(self) -> CohortSums:
-        rows = math.sqrt(self.queries * self.most)  # Q of them, none longer than sqrt tau
-        part = Part("votes", (self.queries, self.classes), self.weight * rows, self.noise_multiplier / rows)
+        # Q rows, none longer than sqrt tau; one root, so that rounding does not leave whole votes a hair too long
+        longest = math.sqrt(self.weight**2 * self.queries * self.most)
+        part = Part("votes", (self.queries, self.classes), longest, self.weight * self.noise_multiplier / longest)
         return CohortSums((part,), 1.0, self.noised_by)
 
     def check(self, queries: Tensor) -> None:
@@ -263,10 +268,12 @@ class NoisyVotes:
             found["agreement"] = float(chosen.max(dim=1).values.mean())
             found["won"] = float((chosen.argmax(dim=1) == winners[answered]).double().mean())
         if self.noise_multiplier and (self.threshold is None or self.threshold_noise):
-            curve = consensus_rdp(chosen.numpy(), self.noise_multiplier, self.sensitivity, ORDERS)
+            curve = consensus_rdp(votes.numpy(), self.noise_multiplier, self.sensitivity, ORDERS, self.answers)
             if self.threshold is not None:
                 rate = self.queries * (self.count_sensitivity / self.threshold_noise) ** 2 / 2
                 curve = curve + rate * np.array(ORDERS)
+            if self.cost is not None:
+                curve = curve + rdp_curve(self.cost.event)
             found |= {f"rdp@{order!r}": float(value) for order, value in zip(ORDERS, curve, strict=True)}
         return found
 
@@ -316,15 +323,16 @@ class NeighbourVotes(NoisyVotes):
         index = nearest(extract(queries.reshape(-1, *shape)), extract(records.x), self.neighbours)
         if self.several is None:
             return self._share(neighbour_counts(records.y, index, self.classes).double(), client)
-        # whole multiples of a power of two, so that the sum over neighbours is exact, and moves as far as one of them
-        each = (within(records.y, self.most) * 2**20).floor() / 2**20
+        # on the grid of the sums, so that the sum over neighbours is exact, and moves as far as one of them
+        scale = self._sums.scale(self._sums.parts[0])
+        each = (within(records.y, self.most) * scale).floor() / scale
         return self._share(each[index].sum(dim=1), client)
 
 
 def within(votes: Tensor, most: int) -> Tensor:
     """Votes (n, C) as float64, each within 0 and 1; rows that add up to more than `most` are scaled down to it.
 
-    What is negative or no number counts as 0.
+    What is negative or not a number counts as 0.
     """
     bounded = votes.to(torch.float64).nan_to_num(0.0, 1.0, 0.0).clamp(0.0, 1.0)
     total = bounded.sum(dim=1, keepdim=True)
