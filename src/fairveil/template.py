@@ -21,7 +21,7 @@ dataset = "digits"              # fairveil list datasets; or "file", or "package
 # options = {{ path = "visits.csv", client = "hospital", target = "outcome", group = "hospital" }}  # for "file"
 {split}
 sizes = "rounded"               # how clients declare their size: rounded down, or "public" (exact)
-
+{server}
 [model]
 name = "logistic"               # fairveil list models; or "package.module:Class"
 
@@ -48,8 +48,15 @@ every = 1                       # rounds between evaluations
 """
 
 
+SERVER = """
+[data.server]                   # public records, which the clients are asked about; no algorithm sees their labels
+dataset = "digits"
+rows = "test"                   # some of its test rows, the rest judges; "train" for a dataset that no client holds
+# records = 100                 # half of the test rows if left out
+judge = true                    # models are tested on the server's records; false: on the clients' own
+"""
 PRIVACY = """\
-unit = "{unit}"                 # what is protected: one {protected}
+unit = "{unit}"                 # what is protected: one {protected}{others}
 adjacency = "add-remove"        # or "replace", which needs more noise
 epsilon = 8.0                   # the budget; or noise_multiplier = 1.0, never both
 delta = 1e-3                    # below 1 / (number of protected {unit}s)
@@ -89,5 +96,10 @@ def template(algorithm: str, path: str) -> str:
     return TEMPLATE.format(
         path=path, name=name, algorithm=algorithm, parameters="\n".join(lines), split=split, trust=trust,
         needed="and " if cls.unit == "metric" else "privacy.delta, and ",
-        privacy=METRIC if cls.unit == "metric" else PRIVACY.format(unit=cls.unit, protected=protected),
+        privacy=METRIC
+        if cls.unit == "metric"
+        else PRIVACY.format(
+            unit=cls.unit, protected=protected, others="".join(f'; or "{other}"' for other in cls.other_units)
+        ),
+        server=SERVER if cls.needs_public else "",
     )  # fmt: skip

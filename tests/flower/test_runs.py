@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
+from safetensors.torch import load_file
 
+from fairveil.algorithms import find_algorithm
 from fairveil.config import RunConfig, make_config
 from fairveil.contract import Outcome, outcome
 from fairveil.deploy.folders import init_client, init_server
@@ -37,12 +39,18 @@ SPLIT = {"kind": "rotate", "degrees": [0, 90], "clients": [2, 1]}
 NAMES = ["client-0", "client-1", "client-2"]
 POLICY: dict[str, Any] = {
     "epsilon": 40.0, "delta": 1e-2, "trust": "server", "smallest_noise": 0.05, "largest_message": 10_000_000,
-    "tasks": ["local_update", "choose_model", "release_moments", "evaluate", "bounded_update", "share_moments"],
+    "tasks": [
+        "local_update", "choose_model", "release_moments", "evaluate", "bounded_update", "share_moments",
+        "train_teacher", "teacher_votes",
+    ],
 }  # fmt: skip
+PATE = {"name": "pate-fl", "rounds": 2, "queries": 40, "student_steps": 10, "local_epochs": 3}
 
 
 def config(algorithm: dict[str, Any], local: bool = False, **sections: Any) -> RunConfig:
     data: dict[str, Any] = {"dataset": "digits", "split": SPLIT} if local else {"dataset": "clients"}
+    if find_algorithm(algorithm["name"]).needs_public:
+        data["server"] = {"dataset": "digits", "rows": "test"}  # on the server's own machine
     values = {
         "data": data, "model": {"name": "logistic"}, "algorithm": algorithm, "engine": {"timeout": 15.0, "retries": 20},
         "privacy": {"epsilon": 4.0, "delta": 1e-3},
@@ -197,7 +205,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
         made.stop()
 
 
-@pytest.mark.parametrize("algorithm", [{"name": "r-dpcfl", "rounds": 6}, {"name": "dp-fedavg", "rounds": 4}])
+@pytest.mark.parametrize("algorithm", [{"name": "r-dpcfl", "rounds": 6}, {"name": "dp-fedavg", "rounds": 4}, PATE])
 def test_a_run_ends_as_on_one_machine(federation: Federation, tmp_path: Path, algorithm: dict[str, Any]) -> None:
     folder = federation.submit(algorithm["name"], config(algorithm))
     deployed, here = federation.finished(folder), local(tmp_path / "local", algorithm)
@@ -209,6 +217,11 @@ def test_a_run_ends_as_on_one_machine(federation: Federation, tmp_path: Path, al
         else:  # the federation has one entry a round, a client one for each round that it was drawn in
             requests = [request for unit, request, *_ in here.ledger if unit == FEDERATION]
             assert {request for request, *_ in ours} <= set(requests)
+        if algorithm is PATE:  # everybody votes in every round, with a teacher that nobody else has
+            (teachers,) = (federation.folder / name / "personal").iterdir()
+            kept = load_file(max(teachers.iterdir()))
+            assert torch.allclose(kept["model"], here.checkpoint.personal[number]["model"], atol=1e-4)
+            assert len(ours) == 2 and deployed.checkpoint.personal == {}
         run = status(federation.folder / name)["runs"][-1]
         assert run["state"] == "finished" and run["own_test"]["n"] > 0  # scores are there, and stay there
     assert json.loads((folder / "result.json").read_text()).keys().isdisjoint({"accuracy", "loss"})

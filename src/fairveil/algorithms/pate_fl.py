@@ -30,6 +30,8 @@ from fairveil.remote import Array, Count, deployable
 from fairveil.session import Member, Session, Task, Terms
 from fairveil.tasks import descent
 
+AT_ONCE = 100  # queries: half as fast again as 500, which do not stay in the processor's cache
+
 
 @deployable(
     model=Array(("p",)), learning_rate=float, local_epochs=Count(), batch_size=Count(), public=Array(("n", "f")),
@@ -62,8 +64,8 @@ def teacher_votes(members: Sequence[Member]) -> list[Reply]:
     replies = []
     for member in members:
         queries = cast(Tensor, member.inputs["queries"]).reshape(-1, *member.model.spec.features)
-        best = member.model.predict(member.personal["model"], queries).argmax(dim=1)
-        votes = {"votes": F.one_hot(best, member.model.spec.classes)}
+        said = [member.model.predict(member.personal["model"], some) for some in queries.split(AT_ONCE)]
+        votes = {"votes": F.one_hot(torch.cat(said).argmax(dim=1), member.model.spec.classes)}
         share, diagnostics = cast(NoisyVotes, member.mechanism).share(votes, member)
         replies.append(Reply(share, diagnostics=diagnostics))
     return replies
