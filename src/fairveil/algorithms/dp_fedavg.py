@@ -48,9 +48,7 @@ class DPFedAvg(Algorithm[State]):
     learning_rate: float = Field(0.5, gt=0, description="eta, at the client")
     decay: Literal["none", "linear"] = Field("none", description="of eta: linear falls to eta/E in the last round")
     server_learning_rate: float = Field(1.0, gt=0, description="step along the noisy mean")
-    noise: Literal["server", "distributed"] = Field(
-        "server", description='who makes it; or "distributed": the clients together'
-    )
+    noise: Literal["server", "distributed"] = Field("server", description='who makes it: or "distributed", all clients')
     tolerated: int = Field(0, ge=0, description="t, clients that may drop out or conspire then")
 
     def settled(self, facts: Facts, noise: NoiseFor) -> Self:

@@ -60,9 +60,7 @@ class Voting(Algorithm[State]):
         None, examples=[250], description="the most that are answered, with a confidence"
     )
     check_noise: float = Field(3.0, gt=0, description="noise of that count, over the noise of the votes")
-    noise: Literal["server", "distributed"] = Field(
-        "server", description='who makes it; or "distributed": the clients together'
-    )
+    noise: Literal["server", "distributed"] = Field("server", description='who makes it: or "distributed", all clients')
     tolerated: int = Field(0, ge=0, description="t, clients that may drop out or conspire then")
     publish_cost: bool = Field(False, description="a price for these very data, sanitised; itself a release")
     student_steps: int = Field(1000, ge=1, description="of the student's training")
