@@ -310,7 +310,8 @@ class Session:
             mechanism.add(exact, reply.out)
             replies[client] = Reply(Kept(), reply.keep, reply.diagnostics)  # the share itself is let go
         # without personal state: on a federation the server has none of it, and the noise must be the same
-        own = [digest_values(call.each, before=mechanism_digest(mechanism, job.digest)) for call in job.calls]
+        before = mechanism_digest(mechanism, job.digest)
+        own = [digest_values(call.each, before=before) for call in job.calls]
         asked = b"".join([job.digest, *own])
         inputs = digest_values({"mechanism": canonical(mechanism)}, before=asked)
         stream = Stream(self._root, job.request, "noise", inputs.hex())
