@@ -24,6 +24,7 @@ from fairveil.privacy.consensus import smoothed_epsilon
 from fairveil.privacy.ledger import FEDERATION
 from fairveil.privacy.release import Plain
 from fairveil.privacy.statement import json_number
+from fairveil.privacy.votes import which_answered
 from fairveil.serving import Served, diverged
 from fairveil.session import Call, Engine, Job, Offer, Pick, Task
 from fairveil.store import Score, Store, of_records
@@ -62,6 +63,8 @@ def save_confusion(plan: Plan, engine: Engine, store: Store, served: Served, per
     Where clients share their test records and their model, one of them stands for all.
     """
     if not plan.facts.classes and not plan.federation.decided:
+        return
+    if plan.facts.several:  # no class is taken for another; so demographic parity and the like are not told either
         return
     rows, seen = [], set()
     found = _asked(plan, engine, confuse, "the end, confusion", served, personal, {})
@@ -154,13 +157,14 @@ def reference_model(model: Model, federation: Federation, group: int) -> Tensor:
 def votes_of(plan: Plan, store: Store, state: object) -> dict[str, Any] | None:
     """What a voting system found, beside the true labels of the server's records; None: nobody votes.
 
+    "accuracy" is the share of answers that are right; of several classes, of (record, class) decisions.
     "epsilon_not_sanitised" is the price of these very answers. It tells of the records, so that it is for the eyes of
     whoever may see them: a simulation has it, a federation has not. "epsilon_sanitised" was published, at a price.
     """
     found, server = plan.algorithm.voted(state), plan.federation.server
     if found is None or server is None:
         return None
-    answered, delta = found.labels >= 0, plan.config.privacy.delta
+    answered, delta = which_answered(found.labels), plan.config.privacy.delta
     right = found.labels == server.labels[: len(found.labels)].numpy()
     figures: dict[str, Any] = {"queries": len(found.labels), "answered": int(answered.sum())}
     figures["accuracy"] = float(right[answered].mean()) if answered.any() else None

@@ -12,8 +12,8 @@ unless the class brings its own:
 
     def record_losses(self, output: Tensor, y: Tensor) -> Tensor: ...
 
-maps the outputs above and the targets, (n,) or (n, classes), to the loss of each record (n,). A record's loss may depend on that record
-and on the parameters, never on the records beside it.
+maps the outputs above and the targets, (n,) or (n, classes), to the loss of each record (n,). A record's loss may
+depend on that record and on the parameters, never on the records beside it.
 """
 
 from __future__ import annotations
@@ -266,8 +266,8 @@ class Model:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise UserError(
                 f"{name} has a record_losses that fails.",
-                f"It is called with outputs {(2, self.spec.classes or 1)} and targets {(2, *self.spec.target)}, and said: "
-                f"{str(error).splitlines()[0]}",
+                f"It is called with outputs {(2, self.spec.classes or 1)} and targets {(2, *self.spec.target)}, and "
+                f"said: {str(error).splitlines()[0]}",
                 "def record_losses(self, output, y): ...",
             ) from error
         if shape != (2,) or not losses.is_floating_point():
