@@ -135,7 +135,7 @@ def adversarial(
 
 
 def log_answers(model: Model, output: Tensor) -> Tensor:
-    """The logarithms of p(x) (n, classes); of several classes, for each that it is there and that not (n, classes, 2)."""
+    """The logarithms of p(x) (n, classes); of several classes (n, classes, 2): each is there, and it is not."""
     if model.spec.several:
         return F.logsigmoid(torch.stack([output, -output], dim=2))
     return output.log_softmax(dim=1)
