@@ -70,7 +70,7 @@ def test_the_student_knows_every_class_better_than_by_chance(name: str, runs: Pa
 
 
 def test_without_noise_a_class_is_given_that_more_than_half_of_the_clipped_votes_name(runs: Path) -> None:
-    """knn with k = 3, written out with loops: rows of labels scaled to tau, means over neighbours, sums over clients."""
+    """knn with k = 3, written out with loops: rows of labels scaled to tau, means over neighbours, their sum."""
     given = values("knn-fl", queries=20, neighbours=3, labels=2)
     given["data"]["options"] = {"clients": 7, "classes": 5}
     given["data"]["server"]["options"] = {"clients": 7, "classes": 5}
@@ -231,4 +231,5 @@ def test_reports_exports_and_sweeps(runs: Path, tmp_path: Path) -> None:
     assert "a record has each class whose score is above 0" in card and "the largest is its answer" not in card
     sweep = make_sweep({"name": "taus", "base": given, "grid": {"algorithm.labels": [1, 2]}, "seeds": [0, 1]})
     result = run_sweep(sweep, tmp_path / "sweep")
+    assert not result.failures and (result.table["status"] == "finished").all()
     assert write_report(result.folder).stat().st_size > 10_000

@@ -53,7 +53,7 @@ class Records:
 def _check_labels(x: Tensor, y: Tensor) -> None:
     """Raise unless there is a label for each record, or a row of 0 and 1."""
     if y.shape[:1] != x.shape[:1] or y.dim() > 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}, so y cannot have {tuple(y.shape)}")
+        raise ValueError(f"x has shape {tuple(x.shape)}, so its labels y cannot have {tuple(y.shape)}")
     if y.dim() == 2 and (y.is_floating_point() or ((y != 0) & (y != 1)).any()):
         raise ValueError("of several classes a record has each or has it not: y must be int64, of 0 and 1")
 
