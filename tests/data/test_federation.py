@@ -161,7 +161,7 @@ def test_several_classes_are_rows_of_0_and_1() -> None:
     x, y = torch.zeros(2, 3), torch.tensor([[1, 0], [0, 0]])
     assert len(Records(x, y)) == 2 and Records(x, y).take(np.array([1])).y.tolist() == [[0, 0]]
     for wrong in (y + 1, y.float(), y[:1], y.unsqueeze(2), -y):
-        with pytest.raises(ValueError, match="y cannot have|of 0 and 1"):
+        with pytest.raises(ValueError, match=r"y cannot have|of 0 and 1"):
             Records(x, wrong)
     with pytest.raises(ValueError, match="of 0 and 1"):
         ServerRecords("public", x, 2 * y)
@@ -169,7 +169,7 @@ def test_several_classes_are_rows_of_0_and_1() -> None:
 
 
 def test_a_client_has_targets_as_its_federation_says() -> None:
-    with pytest.raises(ValueError, match="targets of shape .* several = True"):
+    with pytest.raises(ValueError, match=r"targets of shape .* several = True"):
         federation(several=True).load(0)
 
     class Rows:
