@@ -195,8 +195,31 @@ class Failing(Smoothed):
         return output @ y
 
 
+class Brier(nn.Linear):
+    """A loss for several classes at once."""
+
+    def __init__(self, features: tuple[int, ...], classes: int) -> None:
+        super().__init__(features[0], classes)
+
+    def record_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        return (output.sigmoid() - y).square().sum(dim=1)
+
+
 OWN = (WithBatchNorm, Misshapen, Choosy, Dropping, Remembering, Mixing, MixingFromZero, Lazy)
-OWN_LOSS = (Penalised, Smoothed, Averaged, Counted, Listed, Centred, Paired, Detached, Endless, Weighing, Failing)
+OWN_LOSS = (
+    Penalised,
+    Smoothed,
+    Averaged,
+    Counted,
+    Listed,
+    Centred,
+    Paired,
+    Detached,
+    Endless,
+    Weighing,
+    Failing,
+    Brier,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -232,6 +255,9 @@ def _own(monkeypatch: pytest.MonkeyPatch) -> None:
         (ModelSpec("logistic", (4,), 0), "does not fit a regression", '"linear"'),
         (ModelSpec("cnn", (4,), 3), "does not fit records of shape (4,)", '"mlp"'),
         (ModelSpec("mlp", (4,), 3, {"hiden": 3}), "model.hiden = 3", "model.hidden"),
+        (ModelSpec("svm", (4,), 3, several=True), '"svm" with these options does not fit', '"logistic"'),
+        (ModelSpec("cnn-dp", (1, 16, 16), 3, {"squared": True}, several=True), '"cnn-dp" with these', '"logistic"'),
+        (ModelSpec("own_nets:Smoothed", (4,), 3, several=True), "record_losses that", ""),
     ],
 )
 def test_mistakes(spec: ModelSpec, what: str, fix: str) -> None:
@@ -294,3 +320,26 @@ def test_trying_a_model_leaves_the_global_generator_alone() -> None:
     before = torch.random.get_rng_state()
     path_of(ModelSpec("linear", (6,), 0).build())
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_of_several_classes_the_loss_is_the_mean_of_binary_cross_entropies() -> None:
+    model = ModelSpec("logistic", (4,), 3, several=True).build()
+    path_of(model)
+    weights, x = model.initial(Stream(0)), Stream("x").normal((5, 4)).float()
+    y = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 0, 1], [0, 1, 0], [0, 0, 1]])
+    p = model.predict(weights, x).double().sigmoid()
+    expected = -(y * p.log() + (1 - y) * (1 - p).log()).mean(dim=1)
+    assert torch.allclose(model.losses(model.unflatten(weights), x, y).double(), expected, atol=1e-6)
+    extreme = model.losses(model.unflatten(1e4 * weights), x, y)
+    assert extreme.isfinite().all()
+    scores = scored(model, weights, x, y)
+    assert scores["accuracy"] == pytest.approx(float(((p > 0.5) == y.bool()).double().mean())) and scores["n"] == 5
+
+
+def test_a_loss_of_ones_own_gets_the_rows_of_several_classes() -> None:
+    model = ModelSpec("own_nets:Brier", (4,), 3, several=True).build()
+    path_of(model)
+    weights, x = model.initial(Stream(0)), Stream("x").normal((2, 4)).float()
+    y = torch.tensor([[0, 1, 1], [1, 0, 0]])
+    expected = (model.predict(weights, x).sigmoid() - y).square().sum(dim=1)
+    assert torch.allclose(model.losses(model.unflatten(weights), x, y), expected)

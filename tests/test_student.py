@@ -13,7 +13,7 @@ from torch import Tensor
 from fairveil.errors import UserError
 from fairveil.models import Model, ModelSpec
 from fairveil.streams import Stream
-from fairveil.student import StudentTraining, adversarial, roughness, train_student
+from fairveil.student import StudentTraining, adversarial, log_answers, roughness, train_student
 
 IMAGES = torch.from_numpy(load_digits().images.astype(np.float32)).unsqueeze(1) / 16
 DIGITS = torch.from_numpy(load_digits().target.astype(np.int64))
@@ -190,3 +190,48 @@ def test_token_ids_cannot_be_moved() -> None:
 def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="makes no sense"):
         StudentTraining(**wrong)  # type: ignore[arg-type]
+
+
+def bernoulli(model: Model, weights: Tensor, x: Tensor, moved: Tensor) -> np.ndarray:
+    """The sum over classes of KL(Bernoulli(p) || Bernoulli(q)), in float64."""
+    p, q = (model.predict(weights, records).double().sigmoid().numpy() for records in (x, moved))
+    return np.asarray((p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))).sum(axis=1))
+
+
+def test_of_several_classes_roughness_is_the_sum_of_their_divergences() -> None:
+    """And its gradient that of the cross-entropies with p(x) held fixed; records of no answer at all stay finite."""
+    model = ModelSpec("mlp", (1, 8, 8), 5, several=True).build()
+    weights, x = model.initial(Stream("start")), IMAGES[:20]
+    given = log_answers(model, model.predict(weights, x))
+    assert given.shape == (20, 5, 2) and torch.allclose(given.exp().sum(dim=2), torch.ones(20, 5))
+    step = adversarial(model, model.unflatten(weights), x, given, 0.4, Stream("probe"))
+    leaf = weights.clone().requires_grad_()
+    loss = roughness(model, model.unflatten(leaf), x, 0.4, Stream("probe"))
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(bernoulli(model, weights, x, x + step).mean(), rel=1e-3)
+    random = np.random.default_rng(1).standard_normal((20, *x.shape))
+    random *= 0.4 / np.sqrt((random**2).sum(axis=(2, 3, 4), keepdims=True))
+    others = [bernoulli(model, weights, x, x + torch.from_numpy(noise.astype(np.float32))) for noise in random]
+    assert (bernoulli(model, weights, x, x + step) > np.mean(others, axis=0)).all()
+    other = weights.clone().requires_grad_()
+    output = torch.func.functional_call(model.module, model.unflatten(other), (x + step,))
+    p = model.predict(weights, x).sigmoid()
+    torch.nn.functional.binary_cross_entropy_with_logits(output, p, reduction="none").sum(dim=1).mean().backward()
+    assert leaf.grad is not None and other.grad is not None
+    assert torch.allclose(leaf.grad, other.grad, atol=1e-6)
+    far = adversarial(
+        model, model.unflatten(1e4 * weights), x, log_answers(model, model.predict(1e4 * weights, x)), 0.4, Stream("p")
+    )
+    assert far.isfinite().all()
+
+
+def test_a_student_of_several_classes() -> None:
+    """Half planes: 100 labels, the rest without; every class is learned."""
+    random = np.random.default_rng(3)
+    x = torch.from_numpy(random.standard_normal((600, 4)).astype(np.float32))
+    y = (x @ torch.from_numpy(random.standard_normal((4, 3)).astype(np.float32)) > 0).long()
+    model = ModelSpec("logistic", (4,), 3, several=True).build()
+    training = StudentTraining(steps=300, learning_rate=0.05, vat_weight=0.3)
+    found = train_student(model, model.initial(Stream("s")), x[:100], y[:100], x[100:400], training, Stream("fit"))
+    right = model.right(model.predict(found, x[400:]), y[400:])
+    assert right.shape == (200, 3) and (right.double().mean(dim=0) > 0.9).all()

@@ -248,7 +248,7 @@ class RunConfig(Section):
                 "It reads numbers of words, and nothing says that the records hold any: amounts would pass for words.",
                 'model.name = "mlp"; or, if they do, model.vocabulary = how many words there are',
             )
-        return ModelSpec(name, federation.features, federation.classes, options)
+        return ModelSpec(name, federation.features, federation.classes, options, federation.several)
 
     def resolved(self) -> dict[str, Any]:
         """The config with every default written out, hyper-parameters of the algorithm included."""

@@ -24,6 +24,7 @@ from fairveil.privacy.consensus import smoothed_epsilon
 from fairveil.privacy.ledger import FEDERATION
 from fairveil.privacy.release import Plain
 from fairveil.privacy.statement import json_number
+from fairveil.privacy.votes import which_answered
 from fairveil.serving import Served, diverged
 from fairveil.session import Call, Engine, Job, Offer, Pick, Task
 from fairveil.store import Score, Store, of_records
@@ -62,6 +63,8 @@ def save_confusion(plan: Plan, engine: Engine, store: Store, served: Served, per
     Where clients share their test records and their model, one of them stands for all.
     """
     if not plan.facts.classes and not plan.federation.decided:
+        return
+    if plan.facts.several:  # no class is taken for another; so demographic parity and the like are not told either
         return
     rows, seen = [], set()
     found = _asked(plan, engine, confuse, "the end, confusion", served, personal, {})
@@ -154,25 +157,20 @@ def reference_model(model: Model, federation: Federation, group: int) -> Tensor:
 def votes_of(plan: Plan, store: Store, state: object) -> dict[str, Any] | None:
     """What a voting system found, beside the true labels of the server's records; None: nobody votes.
 
+    "accuracy" is the share of answers that are right; of several classes, of (record, class) decisions.
     "epsilon_not_sanitised" is the price of these very answers. It tells of the records, so that it is for the eyes of
     whoever may see them: a simulation has it, a federation has not. "epsilon_sanitised" was published, at a price.
     """
     found, server = plan.algorithm.voted(state), plan.federation.server
     if found is None or server is None:
         return None
-    answered, delta = found.labels >= 0, plan.config.privacy.delta
+    answered, delta = which_answered(found.labels), plan.config.privacy.delta
     truth = server.labels[: len(found.labels)].numpy()
-    right = found.labels == truth
     figures: dict[str, Any] = {"queries": len(found.labels), "answered": int(answered.sum())}
-    figures["accuracy"] = float(right[answered].mean()) if answered.any() else None
-    figures["by_class"] = {
-        name: np.bincount(classes, minlength=plan.facts.classes).tolist()
-        for name, classes in (
-            ("true", truth),
-            ("answers", found.labels[answered]),
-            ("right", truth[answered & right]),
-        )
-    }
+    figures["accuracy"] = float((found.labels == truth)[answered].mean()) if answered.any() else None
+    true, answers = (_has(labels, plan.facts.classes) for labels in (truth, found.labels))
+    counted = {"true": true, "answers": answers, "right": true & answers}
+    figures["by_class"] = {name: has.sum(axis=0).tolist() for name, has in counted.items()}
     measured = store.totals(FEDERATION)
     if all(f"rdp@{order!r}" in measured for order in ORDERS):
         curve = np.array([measured[f"rdp@{order!r}"] for order in ORDERS])
@@ -182,6 +180,11 @@ def votes_of(plan: Plan, store: Store, state: object) -> dict[str, Any] | None:
         of_these = smoothed_epsilon(cost.total, cost.price, delta, cost.times)
         figures["epsilon_sanitised"] = json_number(min(of_these, plan.price.epsilon))  # which covers all data
     return figures
+
+
+def _has(labels: np.ndarray, classes: int) -> np.ndarray:
+    """Which classes the records have (n, C), by their labels (n,), or (n, C) where they may have several."""
+    return labels > 0 if labels.ndim == 2 else labels[:, None] == np.arange(classes)
 
 
 def _asked(

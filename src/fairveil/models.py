@@ -4,12 +4,16 @@ A model's parameters live in one flat vector (p,): it can be averaged, noised, s
 what is inside. A user's class is built as Class(features, classes, **options) and maps (n, *features) to
 (n, classes), or to (n, 1) when classes is 0 (regression).
 
-The loss is cross-entropy, or half the squared error, unless the class brings its own:
+Where a record may have several of the classes at once, each output is the logit of one of them, and targets are
+(n, classes), of 0 and 1: the network is the same, and only the loss is another.
+
+The loss is cross-entropy (of several classes the mean of their binary cross-entropies), or half the squared error,
+unless the class brings its own:
 
     def record_losses(self, output: Tensor, y: Tensor) -> Tensor: ...
 
-maps the outputs above and the targets (n,) to the loss of each record (n,). A record's loss may depend on that record
-and on the parameters, never on the records beside it.
+maps the outputs above and the targets, (n,) or (n, classes), to the loss of each record (n,). A record's loss may
+depend on that record and on the parameters, never on the records beside it.
 """
 
 from __future__ import annotations
@@ -42,6 +46,12 @@ class ModelSpec:
     features: tuple[int, ...]
     classes: int  # 0: regression
     options: Mapping[str, Any] = field(default_factory=dict)
+    several: bool = False  # whether a record may have several of the classes at once
+
+    @property
+    def target(self) -> tuple[int, ...]:
+        """Shape of the target of one record."""
+        return (self.classes,) if self.several else ()
 
     def build(self) -> Model:
         """Build and check the model.
@@ -99,8 +109,14 @@ class Model:
         self._sizes = [p.numel() for _, p in named]
         self.parameters = sum(self._sizes)
         self._check_output()
-        self.with_loss = _Scored(self.module, spec.classes)
+        self.with_loss = _Scored(self.module, spec)
         if hasattr(self.module, "record_losses"):
+            if spec.several and spec.name in MODELS:
+                raise UserError(
+                    f"model.name = {shown(spec.name)} with these options does not fit records of several classes.",
+                    "Its loss is for records that have one class each. Nothing was run.",
+                    'model.name = "logistic", or another without a loss of its own',
+                )
             self._check_own_loss()
         self._check_swapped()
 
@@ -129,6 +145,10 @@ class Model:
         """The loss of each record (n,): the module's own, or cross-entropy, or half the squared error."""
         return self.scored(parameters, x, y)[1]
 
+    def right(self, output: Tensor, y: Tensor) -> Tensor:
+        """Which decisions are right: on each record (n,), or on each class that it may have (n, classes)."""
+        return (output > 0) == (y > 0) if self.spec.several else output.argmax(dim=1) == y
+
     def gradient(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The gradient (p,) of the mean loss over records: the plain, non-private step."""
         leaf = weights.detach().requires_grad_()
@@ -146,6 +166,8 @@ class Model:
         start, features = self.flatten(self.module), self.spec.features
         weights = start + 0.01 * torch.arange(self.parameters).cos()
         records = torch.linspace(-1, 1, 2 * math.prod(features)).reshape(2, *features)
+        if self.spec.several:
+            return weights, records, torch.eye(2, self.spec.classes, dtype=torch.int64)
         return weights, records, torch.arange(2) if self.spec.classes else torch.ones(2)
 
     def _check_output(self) -> None:
@@ -200,7 +222,7 @@ class Model:
     def _check_swapped(self) -> None:
         """What is computed with a vector must be what a module that holds its values computes, gradients included."""
         weights, x, y = self._trial()
-        module = _Scored(self.spec.module(Stream("skeleton")), self.spec.classes)
+        module = _Scored(self.spec.module(Stream("skeleton")), self.spec)
         own = dict(module.named_parameters())
         try:
             with torch.no_grad():
@@ -244,8 +266,8 @@ class Model:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise UserError(
                 f"{name} has a record_losses that fails.",
-                f"It is called with outputs {(2, self.spec.classes or 1)} and targets (2,), and said: "
-                f"{str(error).splitlines()[0]}",
+                f"It is called with outputs {(2, self.spec.classes or 1)} and targets {(2, *self.spec.target)}, and "
+                f"said: {str(error).splitlines()[0]}",
                 "def record_losses(self, output, y): ...",
             ) from error
         if shape != (2,) or not losses.is_floating_point():
@@ -283,15 +305,17 @@ class Model:
 class _Scored(nn.Module):
     """A module and its loss as one, so that a loss that reads parameters (a penalty) reads those of the vector."""
 
-    def __init__(self, module: nn.Module, classes: int) -> None:
+    def __init__(self, module: nn.Module, spec: ModelSpec) -> None:
         super().__init__()
-        self.module, self.classes = module, classes
+        self.module, self.classes, self.several = module, spec.classes, spec.several
         self.has_own_loss = hasattr(module, "record_losses")
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         output = self.module(x)
         if self.has_own_loss:
             return output, self.module.record_losses(output, y)  # type: ignore[operator]
+        if self.several:
+            return output, _binary_cross_entropies(output, y)
         if self.classes:
             return output, _cross_entropies(output, y)
         return output, 0.5 * (output.squeeze(-1) - y).square()
@@ -308,6 +332,19 @@ def _cross_entropies(output: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(output, y, reduction="none")
     columns = F.pad(output.mT, (0, -len(y) % LANES)) if len(y) % LANES else output.mT
     return F.nll_loss(columns.log_softmax(dim=0)[:, : len(y)].mT, y, reduction="none")
+
+
+def _binary_cross_entropies(output: Tensor, y: Tensor) -> Tensor:
+    """Of each record (n,), the mean over its classes.
+
+    All numbers in one row that fills whole vectors of the processor, two at a time as torch takes them: those left over
+    would be rounded in another way, see above.
+    """
+    flat, more = output.flatten(), (0, -output.numel() % (2 * LANES))
+    each = F.binary_cross_entropy_with_logits(
+        F.pad(flat, more), F.pad(y.flatten().to(flat.dtype), more), reduction="none"
+    )
+    return each[: flat.numel()].view(output.shape).mean(dim=1)
 
 
 def check_model(name: str, options: Mapping[str, Any]) -> Callable[..., nn.Module]:

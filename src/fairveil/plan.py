@@ -327,6 +327,7 @@ def materials(
         adjacency=config.privacy.adjacency,
         unit=config.unit,
         public=0 if federation.server is None else len(federation.server.x),
+        several=federation.several,
     )
 
     def noise(variant: Algorithm[Any], size: int) -> float:
@@ -348,6 +349,12 @@ def _check_fairness(config: RunConfig, federation: Federation) -> None:
             f"fairness.groups = {shown(groups)} is not an attribute of {federation.name}.",
             f"There are: {', '.join(known)}. A file names its own in data.options.sensitive. Nothing was run.",
             f"fairness.groups = {shown(nearest(groups, known) or 'cluster')}",
+        )
+    if positive is not None and federation.several:
+        raise UserError(
+            f"fairness.positive = {positive} makes no sense for {federation.name}.",
+            "Its records may have several classes at once, and what is taken for what is not counted. Nothing was run.",
+            "leave out fairness.positive",
         )
     classes = 2 if federation.decided else federation.classes
     if positive is not None and positive >= classes:

@@ -163,7 +163,7 @@ class Run:
     def positive(self) -> int | None:
         """The class, or decision, that is an advantage; None: no class is."""
         given = self.config.get("fairness", {}).get("positive")
-        two = self.facts.get("classes") == 2 or self.facts.get("decided")
+        two = (self.facts.get("classes") == 2 and not self.facts.get("several")) or self.facts.get("decided")
         return given if given is not None else 1 if two else None
 
     def confusions(self) -> dict[str, pd.DataFrame]:

@@ -279,7 +279,7 @@ def begin(plan: Plan, store: Store) -> None:
         made_of = {  # for whoever reads the folder without the data
             "features": federation.features, "classes": federation.classes, "decided": federation.decided,
             "record": federation.record, "dataset": federation.name, "holders": plan.holders,
-            "elsewhere": federation.elsewhere,
+            "elsewhere": federation.elsewhere, "several": federation.several,
             "common_tests": federation.common_tests, "parameters": plan.facts.parameters,
             "attributes": dict(federation.attributes), "tokens": federation.tokens,
             "model_options": dict(plan.model.spec.options),  # with what the data added to those of the config

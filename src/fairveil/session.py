@@ -40,6 +40,7 @@ class Facts:
     adjacency: Adjacency = "add-remove"
     unit: Unit = "record"
     public: int = 0  # records that the server holds
+    several: bool = False  # whether a record may have several of the classes at once
 
     @cached_property
     def clients(self) -> np.ndarray:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
@@ -61,7 +62,8 @@ def train_student(
 
     Args:
         start: parameters to begin with (p,).
-        x: records (n, *features) with their labels (n,), int64. They may be few, wrong in part, and miss classes.
+        x: records (n, *features) with their labels (n,), int64, or (n, classes), if a record may have several. They
+            may be few, wrong in part, and miss classes.
         unlabelled: more records (m, *features); m may be 0.
         stream: all randomness comes from it.
 
@@ -100,9 +102,9 @@ def roughness(model: Model, parameters: Mapping[str, Tensor], x: Tensor, radius:
     """
     fixed = {name: value.detach() for name, value in parameters.items()}
     with torch.no_grad():
-        log_p = functional_call(model.module, fixed, (x,)).log_softmax(dim=1)
+        log_p = log_answers(model, functional_call(model.module, fixed, (x,)))
     moved = x + adversarial(model, fixed, x, log_p, radius, stream)
-    return _divergences(log_p, functional_call(model.module, dict(parameters), (moved,))).mean()
+    return _divergences(log_p, log_answers(model, functional_call(model.module, dict(parameters), (moved,)))).mean()
 
 
 def adversarial(
@@ -116,11 +118,12 @@ def adversarial(
 
     Args:
         parameters: without a gradient.
-        log_p: the logarithms of p(x) (n, classes).
+        log_p: the `log_answers` of x.
     """
     probe = PROBE * radius * _unit(stream.normal(x.shape)).to(x.dtype)
     probe.requires_grad_()
-    divergence = _divergences(log_p, functional_call(model.module, dict(parameters), (x + probe,))).sum()
+    moved = log_answers(model, functional_call(model.module, dict(parameters), (x + probe,)))
+    divergence = _divergences(log_p, moved).sum()
     if not divergence.requires_grad:
         raise UserError(
             f'model.name = "{model.spec.name}" does not change smoothly with its input.',
@@ -131,9 +134,16 @@ def adversarial(
     return (radius * _unit(gradient.double())).to(x.dtype)
 
 
-def _divergences(log_p: Tensor, output: Tensor) -> Tensor:
-    """KL(p || softmax(output)) of each record (n,)."""
-    return (log_p.exp() * (log_p - output.log_softmax(dim=1))).sum(dim=1)
+def log_answers(model: Model, output: Tensor) -> Tensor:
+    """The logarithms of p(x) (n, classes); of several classes (n, classes, 2): each is there, and it is not."""
+    if model.spec.several:
+        return F.logsigmoid(torch.stack([output, -output], dim=2))
+    return output.log_softmax(dim=1)
+
+
+def _divergences(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) of each record (n,): of several classes, which are answered each by itself, the sum over them."""
+    return (log_p.exp() * (log_p - log_q)).flatten(1).sum(dim=1)
 
 
 def _unit(directions: Tensor) -> Tensor:

@@ -138,12 +138,13 @@ def evaluate(members: Sequence[Member]) -> list[Reply]:
             replies.append(Reply(Kept(), diagnostics={"n": 0.0} | choice))
             continue
         output, losses = _tested(member.model, weights, records)
-        scores = _scores(output, losses, records.y)
+        scores = _scores(member.model, output, losses, records.y)
         if by := cast(str, member.inputs.get("by", "")):
             value = torch.from_numpy(member.data.attributes[by])
             for v in value.unique().tolist():
                 of = value == v
-                scores |= {f"{key}@{v}": n for key, n in _scores(output[of], losses[of], records.y[of]).items()}
+                found = _scores(member.model, output[of], losses[of], records.y[of])
+                scores |= {f"{key}@{v}": n for key, n in found.items()}
         replies.append(Reply(Kept(), diagnostics=scores | choice))
     return replies
 
@@ -170,12 +171,12 @@ def best_model(model: Model, models: Tensor, records: Records) -> int:
     return int(losses.nan_to_num(nan=torch.inf).argmin())
 
 
-def _scores(output: Tensor, losses: Tensor, y: Tensor) -> dict[str, float]:
+def _scores(model: Model, output: Tensor, losses: Tensor, y: Tensor) -> dict[str, float]:
     scores = {"loss": float(losses.double().mean()), "n": float(len(y))}
     if y.is_floating_point():
         scores["rmse"] = float((output.squeeze(1).double() - y.double()).square().mean().sqrt())
     else:
-        scores["accuracy"] = float((output.argmax(dim=1) == y).double().mean())
+        scores["accuracy"] = float(model.right(output, y).double().mean())
     return scores
 
 

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from fairveil.data.federation import ClientData, Decision, Federation, Records, Standardise, fingerprint, nominal_sizes
+from fairveil.data.federation import (
+    ClientData,
+    Decision,
+    Federation,
+    Records,
+    ServerRecords,
+    Standardise,
+    fingerprint,
+    nominal_sizes,
+)
 
 
 class TwoRecords:
@@ -146,3 +155,32 @@ def test_records_are_checked() -> None:
         Records(torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
     taken = Records(torch.arange(3.0)[:, None], torch.arange(3)).take(np.array([2, 0]))
     assert taken.x.tolist() == [[2.0], [0.0]] and taken.y.tolist() == [2, 0]
+
+
+def test_several_classes_are_rows_of_0_and_1() -> None:
+    x, y = torch.zeros(2, 3), torch.tensor([[1, 0], [0, 0]])
+    assert len(Records(x, y)) == 2 and Records(x, y).take(np.array([1])).y.tolist() == [[0, 0]]
+    for wrong in (y + 1, y.float(), y[:1], y.unsqueeze(2), -y):
+        with pytest.raises(ValueError, match=r"y cannot have|of 0 and 1"):
+            Records(x, wrong)
+    with pytest.raises(ValueError, match="of 0 and 1"):
+        ServerRecords("public", x, 2 * y)
+    assert ServerRecords("public", x, y).labels is y
+
+
+def test_a_client_has_targets_as_its_federation_says() -> None:
+    with pytest.raises(ValueError, match=r"targets of shape .* several = True"):
+        federation(several=True).load(0)
+
+    class Rows:
+        def load(self, client: int) -> ClientData:
+            records = Records(torch.zeros(2, 3), torch.zeros(2, 4, dtype=torch.int64))
+            return ClientData(records, records)
+
+    assert federation(source=Rows(), several=True, classes=4).load(0).train.y.shape == (2, 4)
+    for other in ({"classes": 4}, {"classes": 3, "several": True}):
+        with pytest.raises(ValueError, match="targets of shape"):
+            federation(source=Rows(), **other).load(0)
+    for other in ({"classes": 0}, {"elsewhere": True}):
+        with pytest.raises(ValueError, match="several at once are for classes"):
+            federation(several=True, **other)

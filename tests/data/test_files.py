@@ -423,3 +423,61 @@ def test_labels_that_do_not_fit(table: pd.DataFrame, tmp_path: Path) -> None:
     assert 'also holds "20"' in str(fails(path, features=["age"], labels=[0, 10]))
     assert "twice" in str(fails(path, features=["age"], labels=[0, 10, 20, 10]))
     assert "labels" in str(fails(path, features=["age"], labels=[0]))
+
+
+# ---- several target columns ------------------------------------------------------------------------
+
+
+def with_classes(table: pd.DataFrame) -> pd.DataFrame:
+    """As whole numbers, truth values and fractions; each a class that a record has or has not."""
+    random = np.random.default_rng(5)
+    a, b, c = random.integers(0, 2, (3, 60))
+    return table.assign(a=a, b=b.astype(bool), c=c.astype(float))
+
+
+@pytest.mark.parametrize("end", ["csv", "parquet", "npz"])
+def test_several_target_columns_are_classes_that_a_record_may_have_at_once(
+    table: pd.DataFrame, tmp_path: Path, end: str
+) -> None:
+    table, path = with_classes(table), tmp_path / f"t.{end}"
+    if end == "npz":
+        columns = {name: table[name].to_numpy() for name in ("a", "b", "c")}
+        np.savez(path, x=table[["age", "pressure"]].to_numpy(), client=table["client"].to_numpy(str), **columns)
+    else:
+        write(table, path)
+    found = load(path, target=["a", "b", "c"], **({} if end == "npz" else {"features": ["age", "pressure"]}))
+    assert found.several and found.classes == 3 and found.features == (2,)
+    expected = {
+        (x, y): row for x, y, *row in table[["age", "pressure", "a", "b", "c"]].astype("float32").to_numpy().tolist()
+    }
+    for client in range(found.clients):
+        for part in (found.load(client).train, found.load(client).test):
+            assert all(expected[tuple(x)] == y for x, y in zip(part.x.tolist(), part.y.float().tolist(), strict=True))
+
+
+def test_several_targets_are_no_features(table: pd.DataFrame, tmp_path: Path) -> None:
+    path = write(with_classes(table), tmp_path / "t.csv")
+    assert load(path, target=["a", "b", "c"]).features == (3,)  # age, pressure, y
+    assert "also the client, target or group" in fails(path, target=["a", "b"], features=["age", "b"]).what
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"target": ["a", "y"]}, 'target holds "y", a column with the value "10"'),
+        ({"target": ["a", "note"]}, 'target holds "note", a column with the value "text"'),
+        ({"target": ["a", "holes"]}, 'target = "holes" has 1 values that are missing'),
+        ({"target": ["a", "nothing"]}, 'target = "nothing" is not a column'),
+        ({"target": ["a", "a"]}, 'names the column "a" twice'),
+        ({"target": ["a", "client"]}, 'names the column "client" twice'),
+        ({"target": ["a"]}, 'target = ["a"] is not valid'),
+        ({"target": ["a", "b"], "labels": [0, 1]}, "labels does not go with several columns"),
+        ({"target": ["a", "b"], "task": "regression"}, "task does not go with several columns"),
+    ],
+)
+def test_several_targets_that_are_not_0_and_1(
+    table: pd.DataFrame, tmp_path: Path, options: dict[str, Any], what: str
+) -> None:
+    table = with_classes(table)
+    path = write(table.assign(holes=table["c"].where(table.index != 7)), tmp_path / "t.csv")
+    assert what in fails(path, **({"features": ["age"]} | options)).what

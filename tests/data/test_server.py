@@ -516,3 +516,21 @@ def test_the_same_digits_under_another_name(small: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"data\.server holds records of the clients") as error:
         published(small, {"dataset": "mnist"}, dataset="mnist", options={"inputs": "standardised"})
     assert "one set of rows" in error.value.why
+
+
+def test_several_classes_on_both_sides_or_on_none(small: dict[str, Any]) -> None:
+    """A label of one kind would not mean the same to who has the other."""
+    options = {"clients": 4, "classes": 4, "features": 10}
+    data = {"dataset": "attributes", "options": options}
+    found = federation(small, data=data, dataset="attributes", options=options, rows="test")
+    assert held(found).labels.shape == (100, 4) and found.several
+    truth = {tuple(x): y for part in range(4) for x, y in zip(*_test_rows(options, part), strict=True)}
+    assert all(truth[tuple(x)] == y for x, y in zip(held(found).x.tolist(), held(found).labels.tolist(), strict=True))
+    one = {"dataset": "gaussian-clusters", "options": {"clients": [2, 2]}}
+    assert "Only the clients' records may have several" in refused(small, data, **one).why
+    assert "Only the server's records may have several" in refused(small, one, **data).why
+
+
+def _test_rows(options: dict[str, Any], client: int) -> tuple[list[list[float]], list[list[int]]]:
+    test = build_federation("attributes", options, None, 0).load(client).test
+    return test.x.tolist(), test.y.tolist()

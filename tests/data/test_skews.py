@@ -396,3 +396,31 @@ def test_defaults() -> None:
     assert parse_split({"kind": "shards"}) == Shards(clients=10, shards_per_client=2, test="own")
     assert parse_split({"kind": "power-law"}) == PowerLaw(clients=10, exponent=1.0, min_records=10)
     assert parse_split({"kind": "one-class"}) == OneClass(clients_per_class=1)
+
+
+def several(shape: tuple[int, ...] = (1,)) -> Pool:
+    """120 and 30 rows that may have several of 3 classes at once."""
+    train, test = (
+        Records(torch.arange(float(n)).view(-1, *[1] * len(shape)).expand(-1, *shape).clone(), torch.randint(2, (n, 3)))
+        for n in (120, 30)
+    )
+    return Pool("several", train, test, 3)
+
+
+@pytest.mark.parametrize("kind", ["dirichlet", "shards", "one-class", "label-flip"])
+def test_splits_by_label_need_one_label_for_each_record(kind: str) -> None:
+    with pytest.raises(UserError, match=r"(?s)does not fit several.*several classes at once") as error:
+        cut(kind, several())
+    assert "iid" in error.value.fix
+
+
+@pytest.mark.parametrize("kind", ["iid", "power-law", "rotate"])
+def test_other_splits_take_records_of_several_classes(kind: str) -> None:
+    options: dict[str, Any] = {"degrees": [0, 90], "clients": [2, 3]} if kind == "rotate" else {"clients": 5}
+    given = several((1, 4, 4))
+    found = cut(kind, given, **options)
+    assert found.several and found.classes == 3 and found.size.sum() == 120
+    parts = [found.load(client) for client in range(5)]
+    rows = torch.cat([part.train.x[:, 0, 0, 0] for part in parts]).long()
+    assert torch.equal(torch.cat([part.train.y for part in parts]), given.train.y[rows])
+    assert all(torch.equal(part.test.y, given.test.y) for part in parts)

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import norm
 
 from fairveil.data.datasets import build_federation
 from fairveil.data.federation import Decision, Federation
-from fairveil.data.synthetic import GaussianClusters, Synthetic
+from fairveil.data.synthetic import Attributes, GaussianClusters, Synthetic
 
-NAMES = ["gaussian-clusters", "linear-clusters", "loan-groups", "synthetic"]
+NAMES = ["attributes", "gaussian-clusters", "linear-clusters", "loan-groups", "synthetic"]
 
 
 def build(name: str, seed: int = 0, **options: Any) -> Federation:
@@ -40,7 +41,7 @@ def test_seeds_clients_and_options_differ(name: str) -> None:
     assert not torch.equal(first[:10], federation.load(1).train.x[:10])
     data = federation.load(0)
     assert not torch.equal(data.train.x[:5], data.test.x[:5])
-    smaller = build(name, clients=[2, 3] if name != "synthetic" else 5)
+    smaller = build(name, clients=[2, 3] if name not in ("attributes", "synthetic") else 5)
     assert smaller.clients == 5
     assert len({federation.fingerprint, other.fingerprint, smaller.fingerprint}) == 3
 
@@ -194,3 +195,35 @@ def test_alpha_moves_no_label() -> None:
 def test_beta_zero_centres_the_features() -> None:
     means = [Synthetic(beta=0.0).draw(0, client, 0, 50).x.mean().item() for client in range(100)]
     assert np.std(means) < 0.2  # 1/sqrt(60) = 0.13 from v_k; with beta = 1 it would be 1
+
+
+def test_attributes_obey_their_law() -> None:
+    """Without noise y = [a.h > t] and x = M h exactly; h is N(0, 1 + shift^2) over all clients, so that class c has the
+    probability Phi(-t_c / sqrt(1 + shift^2)). 300 clients of 50 records: 0.05 is more than three standard deviations.
+    """
+    options: dict[str, Any] = {"clients": 300, "records": 50, "noise": 0.0, "label_noise": 0.0, "shift": 0.7}
+    federation, law = build("attributes", **options), Attributes(**options)
+    assert federation.several and federation.classes == 8 and federation.features == (20,)
+    directions, thresholds, image = law.law(0)
+    assert np.allclose(np.linalg.norm(directions, axis=1), 1) and len(set(thresholds)) == 8
+    parts = [federation.load(client).train for client in range(300)]
+    x, y = (torch.cat([getattr(part, side) for part in parts]).numpy() for side in ("x", "y"))
+    hidden = np.linalg.lstsq(image, x.T.astype(float), rcond=None)[0].T
+    assert np.allclose(hidden @ image.T, x, atol=1e-4)
+    sure = np.abs(hidden @ directions.T - thresholds) > 1e-4
+    assert ((hidden @ directions.T > thresholds) == y)[sure].all() and sure.mean() > 0.99
+    assert np.abs(y.mean(axis=0) - norm.cdf(-thresholds / np.sqrt(1.49))).max() < 0.05
+    centres = np.array([part.mean(axis=0) for part in np.split(hidden, 300)])
+    assert centres.std() == pytest.approx(np.sqrt(0.49 + 1 / 50), rel=0.1)  # of 1,200 numbers
+
+
+def test_attributes_are_noisy_as_they_say() -> None:
+    law = Attributes(clients=1, records=4000, noise=0.5, label_noise=0.8, shift=0.0)
+    directions, thresholds, image = law.law(3)
+    drawn = law.draw(3, 0, 0, 4000)
+    covariance = np.cov(drawn.x.numpy().T)
+    assert np.abs(covariance - image @ image.T - 0.25 * np.eye(20)).max() < 0.25
+    expected = norm.cdf(-thresholds / np.sqrt(1 + 0.64))
+    assert np.abs(drawn.y.numpy().mean(axis=0) - expected).max() < 0.04  # five standard deviations of 0.008
+    together = np.corrcoef(drawn.y.numpy().T)[np.triu_indices(8, 1)]
+    assert np.corrcoef(together, (directions @ directions.T)[np.triu_indices(8, 1)])[0, 1] > 0.95

@@ -439,3 +439,20 @@ def test_infinite_losses_can_still_be_compared() -> None:
     records.x[0] = 3e38
     assert chosen(exact, holder(records, 1e3 * constants())) == 0
     assert chosen(exact, holder(records, torch.stack([1e38 * torch.ones(9), torch.zeros(9)]))) == 1
+
+
+def test_of_several_classes_a_record_counts_if_all_are_right() -> None:
+    """Model m is sure of class m alone: right on records that have it and no other. More than one piece of records."""
+    spec = ModelSpec("logistic", (2,), 3, several=True)
+    model, models = spec.build(), torch.zeros(3, 9)
+    models[:, 6:] = -100.0
+    for number in range(3):
+        models[number, 6 + number] = 100.0
+    y = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]).repeat(PIECE, 1)
+    client = holder(Records(torch.ones(len(y), 2), y), models, model=model)
+    assert PrivateChoice(1.0, "add-remove").scores(client).tolist() == [2 * PIECE, 0.0, PIECE]
+    # of [1, 0, 0] model 1 has two of three classes wrong, each at a loss of 100: 200 / 3; bounded by 50
+    bounded = PrivateChoice(1.0, "add-remove", "loss", 50.0).scores(
+        holder(Records(torch.ones(1, 2), y[:1]), models, model=model)
+    )
+    assert bounded.tolist() == [0.0, -1.0, -1.0]

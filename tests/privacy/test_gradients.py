@@ -13,7 +13,15 @@ from torch import Tensor
 
 from fairveil.data.federation import Records
 from fairveil.models import Model, ModelSpec
-from fairveil.privacy.gradients import MICRO_BATCH, ROUNDING, ClippedSums, clipped_sums, record_gradients
+from fairveil.privacy.gradients import (
+    MICRO_BATCH,
+    ROUNDING,
+    ClippedSums,
+    clipped_sums,
+    objective_sum,
+    path_of,
+    record_gradients,
+)
 from fairveil.streams import Stream
 
 MODELS = {
@@ -21,6 +29,7 @@ MODELS = {
     "mlp": ModelSpec("mlp", (1, 4, 4), 3, {"hidden": 5}),
     "cnn": ModelSpec("cnn", (1, 4, 4), 3),
     "linear": ModelSpec("linear", (6,), 0),
+    "several": ModelSpec("mlp", (1, 4, 4), 3, {"hidden": 5}, several=True),
 }
 
 
@@ -28,7 +37,8 @@ def records(spec: ModelSpec, count: int, seed: int, scale: float = 1.0) -> Recor
     random = Stream(seed, "records").numpy
     x = torch.from_numpy((scale * random.standard_normal((count, *spec.features))).astype(np.float32))
     if spec.classes:
-        return Records(x, torch.from_numpy(random.integers(spec.classes, size=count)))
+        shape = (count, *spec.target)
+        return Records(x, torch.from_numpy(random.integers(2 if spec.several else spec.classes, size=shape)))
     return Records(x, torch.from_numpy((scale * random.standard_normal(count)).astype(np.float32)))
 
 
@@ -116,3 +126,36 @@ def test_the_bound_holds_for_long_sums_of_aligned_gradients() -> None:
     whole = clipped_sum(model, torch.zeros(2), Records(x, y), 0.3).total
     moved = whole - clipped_sum(model, torch.zeros(2), Records(x[1:], y[1:]), 0.3).total
     assert 0.2988 < torch.linalg.vector_norm(moved) <= 0.3
+
+
+def test_clipped_sums_of_several_classes_written_out() -> None:
+    """The gradient of the mean of C binary cross-entropies is (sigmoid(z_c) - y_c) / C * (x, 1) for class c."""
+    spec = ModelSpec("logistic", (6,), 5, several=True)
+    model, rows = spec.build(), records(spec, 200, 3, scale=2.0)
+    weights = model.initial(Stream(0))
+    w, x = weights.double().numpy(), rows.x.double().numpy()
+    error = (1 / (1 + np.exp(-(x @ w[:30].reshape(5, 6).T + w[30:]))) - rows.y.numpy()) / 5
+    gradient = np.hstack([(error[:, :, None] * x[:, None, :]).reshape(200, 30), error])
+    norm = np.linalg.norm(gradient, axis=1)
+    factor = np.minimum(1, 0.5 * ROUNDING / norm)
+    found = clipped_sum(model, weights, rows, 0.5)
+    assert found.total[0].numpy() == pytest.approx(factor @ gradient, abs=2e-4)
+    assert found.clipped == (norm > 0.5).sum() > 0
+    copied = objective_sum(
+        model, weights, rows, torch.arange(200), 0.5, copied=lambda x: torch.stack([x, x], dim=1), extra=None
+    )
+    assert copied.total[0].numpy() == pytest.approx(factor @ gradient, abs=2e-4)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5, 8, 17, 40])
+def test_with_several_classes_a_client_gets_the_same_to_the_last_bit_in_any_company(classes: int) -> None:
+    spec = ModelSpec("mlp", (7,), classes, {"hidden": 9}, several=True)
+    model = spec.build()
+    assert path_of(model).together
+    held = [records(spec, 30, seed) for seed in range(6)]
+    drawn = [torch.arange(size) for size in (1, 7, 8, 13, 29, 30)]
+    weights = torch.stack([model.initial(Stream(seed)) for seed in range(6)])
+    together = clipped_sums(model, weights, held, drawn, 0.3).total
+    for k in range(6):
+        alone = clipped_sums(model, weights[k : k + 1], held[k : k + 1], drawn[k : k + 1], 0.3).total
+        assert torch.equal(together[k], alone[0])

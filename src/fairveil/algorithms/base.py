@@ -49,7 +49,7 @@ class Found:
 class Voted:
     """What the clients' votes have made of the public records so far."""
 
-    labels: np.ndarray  # of the first public records (Q,); -1: nobody won
+    labels: np.ndarray  # of the first public records (Q,); -1: nobody won. Of several classes (Q, C), of 0 and 1
     cost: SmoothedCost | None = None  # a published price for these very data
 
 

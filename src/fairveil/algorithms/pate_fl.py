@@ -15,7 +15,7 @@ an inverted exponent, and their Lemma 13 is too small: neither is used.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,13 @@ from pydantic import Field
 from torch import Tensor
 
 from fairveil.adaptation import adapted
+from fairveil.algorithms.base import NoiseFor
 from fairveil.algorithms.voting import Voting
+from fairveil.errors import UserError
 from fairveil.privacy.release import Kept, Reply
 from fairveil.privacy.votes import NoisyVotes
 from fairveil.remote import Array, Count, deployable
-from fairveil.session import Member, Session, Task, Terms
+from fairveil.session import Facts, Member, Session, Task, Terms
 from fairveil.tasks import descent
 
 AT_ONCE = 100  # queries: half as fast again as 500, which do not stay in the processor's cache
@@ -60,13 +62,14 @@ def _adapted(member: Member) -> Tensor:
 
 @deployable(by=NoisyVotes, queries=Array(("q", "f")), needs=("model",))
 def teacher_votes(members: Sequence[Member]) -> list[Reply]:
-    """Each client votes for what its teacher takes the input "queries" (Q, d) to be."""
+    """Each client votes for what its teacher takes the input "queries" (Q, d) to be; of several classes, for each."""
     replies = []
     for member in members:
         queries = cast(Tensor, member.inputs["queries"]).reshape(-1, *member.model.spec.features)
-        said = [member.model.predict(member.personal["model"], some) for some in queries.split(AT_ONCE)]
-        votes = {"votes": F.one_hot(torch.cat(said).argmax(dim=1), member.model.spec.classes)}
-        share, diagnostics = cast(NoisyVotes, member.mechanism).share(votes, member)
+        spec, teacher = member.model.spec, member.personal["model"]
+        output = torch.cat([member.model.predict(teacher, some) for some in queries.split(AT_ONCE)])
+        votes = output > 0 if spec.several else F.one_hot(output.argmax(dim=1), spec.classes)
+        share, diagnostics = cast(NoisyVotes, member.mechanism).share({"votes": votes}, member)
         replies.append(Reply(share, diagnostics=diagnostics))
     return replies
 
@@ -79,6 +82,16 @@ class PateFL(Voting):
     batch_size: int = Field(32, ge=1, description="of the teacher's plain SGD")
     learning_rate: float = Field(0.1, gt=0, description="of the teacher")
     adaptation: float = Field(0.0, ge=0, description="weight of adaptation to the server's records; 0: none")
+
+    def settled(self, facts: Facts, noise: NoiseFor) -> Self:
+        if self.adaptation and facts.several:
+            raise UserError(
+                f"algorithm.adaptation = {self.adaptation:g} does not go with records that may have several classes.",
+                "It asks that an answer not waver between classes, and here they do not exclude each other. Nothing\n"
+                "was run.",
+                "algorithm.adaptation = 0",
+            )
+        return super().settled(facts, noise)
 
     def prepare(self, session: Session) -> None:
         shared: dict[str, Any] = {

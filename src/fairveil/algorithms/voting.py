@@ -9,6 +9,9 @@ labels (`fairveil.student`). Whatever the student learns is a function of public
 Privacy unit: one client with all its records (`privacy.unit = "client"`, their agent level) or one record of any client
 (`"record"`, their instance level). `privacy.noise_multiplier` is sigma, in votes. Trust: the server, with the votes of
 every client; or, with noise that clients make together and a secure sum, nobody with single votes.
+
+Where a record may have several classes at once, a vote names `labels` of them at most (the paper's tau: what names more
+is scaled down), and a record is given each class that more than half of all votes, with their noise, name.
 """
 
 from __future__ import annotations
@@ -27,14 +30,14 @@ from fairveil.algorithms.base import Algorithm, NoiseFor, SmoothedCost, Unit, Vo
 from fairveil.errors import UserError
 from fairveil.privacy.consensus import SmoothedPrice
 from fairveil.privacy.mechanisms import Mechanism, Sharers
-from fairveil.privacy.votes import UNANSWERED, NoisyVotes
+from fairveil.privacy.votes import NoisyVotes, Several, which_answered
 from fairveil.session import Facts, Pick, Session, Task, Terms
 from fairveil.student import StudentTraining, train_student
 
 
 @dataclass(frozen=True)
 class State:
-    labels: np.ndarray  # of the queries asked so far; UNANSWERED where nobody won
+    labels: np.ndarray  # of the queries asked so far (Q,), UNANSWERED where nobody won; of several classes (Q, C)
     model: Tensor  # the student (p,)
     cost: float  # published price of these answers, see `SmoothedPrice`
 
@@ -53,6 +56,9 @@ class Voting(Algorithm[State]):
 
     rounds: int = Field(1, ge=1, description="the queries are asked in so many parts, a student after each")
     queries: int = Field(100, ge=1, description="Q, public records that are voted on")
+    labels: Annotated[int, Field(ge=1)] | None = Field(
+        None, examples=[5], description="tau, classes that one vote may name; for records that may have several"
+    )
     confidence: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, examples=[0.6], description="share of the votes that a winner needs, else no answer"
     )
@@ -77,6 +83,7 @@ class Voting(Algorithm[State]):
                 "Votes are for classes. Nothing was run.",
                 "data with classes",
             )
+        self._check_several(facts)
         if self.queries > facts.public:
             raise UserError(
                 f"algorithm.queries = {self.queries} is more than the server has records: {facts.public}.",
@@ -125,6 +132,31 @@ class Voting(Algorithm[State]):
             )
         return self
 
+    def _check_several(self, facts: Facts) -> None:
+        """Refuse a limit to the classes of a vote where a record has one, and the want of a limit where it has more."""
+        if facts.several and self.labels is None:
+            raise UserError(
+                "algorithm.labels is missing.",
+                f"A record may have several of {facts.classes} classes at once. The more of them one vote may name,\n"
+                "the more it costs. Nothing was run.",
+                f"algorithm.labels = {min(5, facts.classes)}",
+            )
+        if self.labels is not None and not (facts.several and self.labels <= facts.classes):
+            raise UserError(
+                f"algorithm.labels = {self.labels} makes no sense here.",
+                f"There are {facts.classes} classes to name. Nothing was run."
+                if facts.several
+                else "It is for records that may have several classes; of these each has one. Nothing was run.",
+                f"algorithm.labels = {facts.classes}, or fewer" if facts.several else "leave it out",
+            )
+        if self.labels is not None and (self.confidence is not None or self.publish_cost):
+            what = "confidence" if self.confidence is not None else "publish_cost"
+            raise UserError(
+                f"algorithm.{what} does not go with records that may have several classes.",
+                "There is no single winner whose lead could tell how sure an answer is. Nothing was run.",
+                "leave it out",
+            )
+
     # ---- what is asked -----------------------------------------------------------------------------
 
     task: ClassVar[Task]  # by which a client votes on the input "queries" (Q, d)
@@ -154,6 +186,7 @@ class Voting(Algorithm[State]):
             "answers": min(last - first, most * number // self.rounds - most * (number - 1) // self.rounds),
             "noised_by": Sharers(clients, self.tolerated) if self.noise == "distributed" else None,
             "cost": SmoothedPrice() if self.publish_cost and sigma else None,
+            "several": Several(self.labels, clients / 2) if self.labels is not None else None,
         }
         if self.confidence is not None:
             asked |= {"threshold": self.confidence * clients, "threshold_noise": self.check_noise * sigma}
@@ -167,7 +200,7 @@ class Voting(Algorithm[State]):
     # ---- rounds ------------------------------------------------------------------------------------
 
     def start(self, session: Session) -> State:
-        return State(np.zeros(0, np.int64), session.initial_model("student"), 0.0)
+        return State(np.zeros((0, *session.model.spec.target), np.int64), session.initial_model("student"), 0.0)
 
     def round(self, session: Session, state: State) -> State:
         if session.round == 1:
@@ -184,7 +217,7 @@ class Voting(Algorithm[State]):
 
     def _student(self, session: Session, labels: np.ndarray) -> Tensor:
         """A model of the answered queries, and of all other public records without labels."""
-        public, answered = session.public, torch.from_numpy(labels != UNANSWERED)
+        public, answered = session.public, torch.from_numpy(which_answered(labels))
         x, y = public[: len(labels)][answered], torch.from_numpy(labels)[answered]
         others = torch.cat([public[: len(labels)][~answered], public[len(labels) :]])
         training = StudentTraining(

@@ -15,7 +15,7 @@ from fairveil.data.hospitals import HeartDisease, HospitalCharges
 from fairveil.data.images import Cifar10, Cifar10Subset, FashionMnist, Mnist, Usps
 from fairveil.data.natural import OfficeCaltech, QmnistWriters, Vehicle
 from fairveil.data.partition import Split, parse_split
-from fairveil.data.synthetic import GaussianClusters, LinearClusters, LoanGroups, Synthetic
+from fairveil.data.synthetic import Attributes, GaussianClusters, LinearClusters, LoanGroups, Synthetic
 from fairveil.errors import UserError, unknown
 from fairveil.options import parse
 from fairveil.plugins import load_object
@@ -44,6 +44,7 @@ class Digits(Dataset):
 
 
 DATASETS: dict[str, type[Dataset]] = {
+    "attributes": Attributes,
     "cifar10": Cifar10,
     "cifar10-subset": Cifar10Subset,
     "clients": Clients,

@@ -27,7 +27,8 @@ class Records:
 
     Attributes:
         x: (n, *features) float32.
-        y: (n,) int64 labels, or float32 for regression.
+        y: (n,) int64 labels, or float32 for regression; where a record may have several of the classes at once,
+            (n, classes) int64, 1 for each that it has and 0 for the others.
         within: the records that these are some of, and from which row on; None: they stand alone.
     """
 
@@ -36,10 +37,9 @@ class Records:
     within: tuple[Records, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.y.shape != self.x.shape[:1]:
-            raise ValueError(f"x has shape {tuple(self.x.shape)}, so y cannot have {tuple(self.y.shape)}")
         if self.x.dtype != torch.float32 or self.y.dtype not in (torch.int64, torch.float32):
             raise ValueError(f"x must be float32, y int64 or float32, not {self.x.dtype} and {self.y.dtype}")
+        _check_labels(self.x, self.y)
 
     def __len__(self) -> int:
         return len(self.y)
@@ -50,10 +50,18 @@ class Records:
         return Records(self.x[index], self.y[index])
 
 
-def side_by_side(several: Sequence[Records]) -> list[Records]:
+def _check_labels(x: Tensor, y: Tensor) -> None:
+    """Raise unless there is a label for each record, or a row of 0 and 1."""
+    if y.shape[:1] != x.shape[:1] or y.dim() > 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}, so its labels y cannot have {tuple(y.shape)}")
+    if y.dim() == 2 and (y.is_floating_point() or ((y != 0) & (y != 1)).any()):
+        raise ValueError("of several classes a record has each or has it not: y must be int64, of 0 and 1")
+
+
+def side_by_side(many: Sequence[Records]) -> list[Records]:
     """The same records, copied into one piece of memory: so those of all these clients can be gathered at once."""
-    together = Records(torch.cat([records.x for records in several]), torch.cat([records.y for records in several]))
-    starts = np.cumsum([0, *map(len, several)]).tolist()
+    together = Records(torch.cat([records.x for records in many]), torch.cat([records.y for records in many]))
+    starts = np.cumsum([0, *map(len, many)]).tolist()
     return [Records(together.x[a:b], together.y[a:b], (together, a)) for a, b in itertools.pairwise(starts)]
 
 
@@ -118,8 +126,8 @@ class ServerRecords:
     Attributes:
         name: of the dataset.
         x: (n, *features) float32, in an order shuffled by the seed of the run.
-        labels: (n,) int64, the true ones. For evaluation only, as a simulation can do it: no algorithm and no task
-            may see them.
+        labels: (n,) int64, the true ones, or (n, classes), as in `Records`. For evaluation only, as a simulation can
+            do it: no algorithm and no task may see them.
     """
 
     name: str
@@ -129,8 +137,7 @@ class ServerRecords:
     def __post_init__(self) -> None:
         if self.x.dtype != torch.float32 or self.labels.dtype != torch.int64 or not len(self.x):
             raise ValueError(f"{len(self.x)} records: there must be some, float32 with labels of int64")
-        if self.labels.shape != self.x.shape[:1]:
-            raise ValueError(f"x has shape {tuple(self.x.shape)}, so labels cannot have {tuple(self.labels.shape)}")
+        _check_labels(self.x, self.labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +166,7 @@ class Federation:
         elsewhere: whether the records are on the clients' own machines, and cannot be loaded here.
         decided: whether decisions follow from the numbers of a regression: then every client has its `Decision`.
         server: public records that the server holds, for systems that ask the clients about them; None: none.
+        several: whether a record may have several of the classes at once.
     """
 
     name: str
@@ -181,6 +189,7 @@ class Federation:
     elsewhere: bool = False
     decided: bool = False
     server: ServerRecords | None = None
+    several: bool = False
 
     def __post_init__(self) -> None:
         for column, at_least in (("size", 1), ("group", 0)):
@@ -198,6 +207,8 @@ class Federation:
             raise ValueError(f"classes must be 0 (regression) or at least 2, not {self.classes}")
         if self.decided and self.classes:
             raise ValueError(f"decisions follow from the numbers of a regression, and not from {self.classes} classes")
+        if self.several and (not self.classes or self.elsewhere):
+            raise ValueError("several at once are for classes, and not yet for records on the clients' own machines")
         if self.server is not None and tuple(self.server.x.shape[1:]) != self.features:
             raise ValueError(f"the server's records are {tuple(self.server.x.shape[1:])}, the clients' {self.features}")
         if self.names and len(self.names) != len(self.size):
@@ -226,6 +237,9 @@ class Federation:
             raise ValueError(f"client {client} loads {len(data.train)} records, not {self.size[client]}")
         if (data.decision is not None) != self.decided:
             raise ValueError(f"client {client} has the decision {data.decision}, but decided = {self.decided}")
+        shape, found = (self.classes,) if self.several else (), {part.y.shape[1:] for part in (data.train, data.test)}
+        if found != {shape}:
+            raise ValueError(f"client {client} has targets of shape {found}, but several = {self.several}")
         return data
 
     def standardised(self, mean: np.ndarray, scale: np.ndarray) -> Federation:
@@ -281,6 +295,11 @@ class Pool:
     def features(self) -> tuple[int, ...]:
         """Shape of one record."""
         return tuple(self.train.x.shape[1:])
+
+    @property
+    def several(self) -> bool:
+        """Whether a record may have several of the classes at once."""
+        return self.train.y.dim() == 2
 
 
 class Dataset(BaseModel, ABC):

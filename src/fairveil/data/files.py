@@ -33,7 +33,8 @@ class File(Dataset):
     Attributes:
         path: .csv, .parquet or .npz.
         client: column that says who holds the record; "": one client holds them all, as in a deployment.
-        target: column to predict.
+        target: column to predict; or several, each 1 where a record has the class that it stands for and 0 where not:
+            then a record may have several classes at once.
         labels: the values of the target, in the order of their classes; None: those that are found, sorted. Clients on
             several machines must give it, for one that lacks a class would number the others differently.
         features: columns to predict it from; None: all other numeric ones with a name, and those of `prepare`.
@@ -49,7 +50,7 @@ class File(Dataset):
 
     path: Path = Field(examples=["records.csv"])
     client: str = "client"
-    target: str = "y"
+    target: str | Annotated[tuple[str, ...], Field(min_length=2)] = "y"
     labels: tuple[str | int, ...] | None = Field(None, min_length=2, examples=[[0, 1]])
     features: tuple[str, ...] | None = Field(None, min_length=1)
     prepare: dict[str, AnyColumn] = Field(default_factory=dict)
@@ -66,25 +67,41 @@ class File(Dataset):
 
     @model_validator(mode="after")
     def _different_columns(self) -> Self:
-        features = self.features or ()
-        twice = next((name for at, name in enumerate(features) if name in features[:at]), None)
-        twice = self.client if self.client == self.target else twice
-        if twice is not None:
+        for names in (self.features or (), (self.client, *self._targeted)):
+            twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+            if twice is not None:
+                raise UserError(
+                    f"data.options names the column {shown(twice)} twice.",
+                    "Client and target are different columns, and so are all features. Nothing was run.",
+                    "each column once",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _several_classes(self) -> Self:
+        if len(self._targeted) > 1 and (self.labels is not None or self.task == "regression"):
+            what = "labels" if self.labels is not None else "task"
             raise UserError(
-                f"data.options names the column {shown(twice)} twice.",
-                "Client and target are different columns, and so are all features. Nothing was run.",
-                "each column once",
+                f"data.options.{what} does not go with several columns in data.options.target.",
+                "Each of them holds 0 or 1: whether a record has that class. Nothing was run.",
+                f"leave out data.options.{what}",
             )
         return self
 
+    @property
+    def _targeted(self) -> tuple[str, ...]:
+        """The columns to predict."""
+        return (self.target,) if isinstance(self.target, str) else self.target
+
     def load(self, seed: int) -> Federation:
         """Read, check, and set test records aside."""
-        labels = (self.target,) if self.task == "classification" else ()
+        labels = self._targeted if self.task == "classification" else ()
         apart = set(self.sensitive) - set(self.prepare) - set(self.features or ())
-        texts = {self.client, self.group, *labels, *apart} - {None, ""}
+        texts = {name for name in (self.client, self.group, *labels, *apart) if name}
         columns = read_columns(self.path, texts, set(self.prepare))
-        named = (("client", self.client), ("target", self.target), ("group", self.group))
-        for option, name in (*named, *(("sensitive", name) for name in self.sensitive)):
+        targets = (("target", name) for name in self._targeted)
+        sensitive = (("sensitive", name) for name in self.sensitive)
+        for option, name in (("client", self.client), *targets, ("group", self.group), *sensitive):
             if name not in (None, ""):
                 pick(columns, self.path, option, name)
         prepared = self._features(columns)
@@ -105,14 +122,14 @@ class File(Dataset):
 
     def _features(self, columns: dict[str, Column]) -> Prepared:
         if self.path.suffix.lower() != ".npz":
-            if not len(columns[self.target]):
+            if not len(columns[self._targeted[0]]):
                 raise self._nothing("records")
             return prepare(columns, self._chosen(columns), self.prepare)
         return Prepared(self._array(columns), (), (), {})
 
     def _chosen(self, columns: dict[str, Column]) -> tuple[str, ...]:
         """The feature columns of a table, none of them the answer."""
-        own = {self.client, self.target, self.group}
+        own = {self.client, *self._targeted, self.group}
         for option, names in (("features", self.features or ()), ("prepare", tuple(self.prepare))):
             for name in names:
                 pick(columns, self.path, option, name)
@@ -151,7 +168,7 @@ class File(Dataset):
         if "x" not in columns:
             raise self._nothing("array called x")
         x = np.asarray(columns["x"])
-        names = (self.target, self.client, self.group or "group", *self.sensitive)
+        names = (*self._targeted, self.client, self.group or "group", *self.sensitive)
         others = {name: columns[name] for name in names if name in columns}
         if x.ndim < 2 or not numeric(x) or any(column.shape != x.shape[:1] for column in others.values()):
             shapes = ", ".join(f"{name} is {column.shape}" for name, column in others.items())
@@ -176,7 +193,9 @@ class File(Dataset):
         return np.ascontiguousarray(x, dtype=np.float32)
 
     def _targets(self, columns: dict[str, Column]) -> tuple[np.ndarray, int]:
-        """(n,) int64 labels and the number of classes, or (n,) float32 and 0."""
+        """(n,) int64 labels, or (n, classes) of 0 and 1, and the number of classes; or (n,) float32 and 0."""
+        if not isinstance(self.target, str):
+            return np.stack([self._has_class(columns, name) for name in self.target], axis=1), len(self.target)
         given = pick(columns, self.path, "target", self.target)
         whole = True
         if numeric(given):
@@ -199,6 +218,20 @@ class File(Dataset):
                 "data.options.target = a column with at least two values",
             )
         return labels, len(names)
+
+    def _has_class(self, columns: dict[str, Column], name: str) -> np.ndarray:
+        """(n,) int64, 1 where a record has the class that a column stands for."""
+        codes, values = self._codes(columns, "target", name)
+        known = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "False": 0, "True": 1}  # as numbers and truth values are written
+        strange = next((value for value in values if value not in known), None)
+        if strange is not None:
+            raise UserError(
+                f"data.options.target holds {shown(name)}, a column with the value {shown(strange)}.",
+                "Of several target columns each holds 1 where a record has that class, and 0 where it has not.\n"
+                "Nothing was loaded.",
+                f"columns of 0 and 1; or one column, data.options.target = {shown(name)}",
+            )
+        return np.array([known[value] for value in values], dtype=np.int64)[codes]
 
     def _declared(self, codes: np.ndarray, names: list[str]) -> tuple[np.ndarray, int]:
         """(n,) int64 index into the labels that were declared, and how many they are."""

@@ -149,6 +149,14 @@ def _check_kind(federation: Federation, clients: Dataset, server: Dataset, found
             "same to both.\nNothing was run.",
             f"a dataset of {federation.classes} classes",
         )
+    if found.several != federation.several:
+        whose = "the clients'" if federation.several else "the server's"
+        raise UserError(
+            names,
+            f"Only {whose} records may have several classes at once: a label would not mean the same to both.\n"
+            "Nothing was run.",
+            "records of the same kind on both sides",
+        )
     if found.features != federation.features:
         raise UserError(
             names,

@@ -87,7 +87,7 @@ class Columns:
         data = (self.train.x, self.train.y, *test, self.classes)
         mark = fingerprint(*data, self.share.rows, self.share.start, *held, self.group, *groups, *shifts)
         features = tuple(self.train.x.shape[1:])
-        more |= {"common_tests": self.held is None}
+        more |= {"common_tests": self.held is None, "several": self.train.y.dim() == 2}
         return Federation(name, self.share.size, self.group, groups, features, self.classes, self, mark, **more)
 
 
@@ -113,7 +113,13 @@ class Split(BaseModel, ABC):
         )
 
     def check_labelled(self, pool: Pool) -> None:
-        """Raise unless the rows have labels."""
+        """Raise unless each row has a label, and one only."""
+        if pool.several:
+            raise UserError(
+                f"data.split.kind = {shown(self.kind)} does not fit {pool.name}.",
+                "Its records may have several classes at once, and this split goes by the one class of a record.",
+                'data.split = { kind = "iid", clients = 10 }',
+            )
         if pool.classes == 0:
             raise UserError(
                 f"data.split.kind = {shown(self.kind)} does not fit {pool.name}.",

@@ -22,10 +22,12 @@ class Generated(Dataset):
     Attributes:
         name: in the registry, in the fingerprint, and of its random streams.
         groups: names of the clusters; empty: they are known by their numbers.
+        several: whether a record may have several of the classes at once.
     """
 
     name: ClassVar[str]
     groups: ClassVar[tuple[str, ...]] = ()
+    several: ClassVar[bool] = False
 
     @abstractmethod
     def draw(self, seed: int, client: int, cluster: int, count: int) -> Records:
@@ -53,7 +55,9 @@ class Generated(Dataset):
         groups, decided = self.groups or groups, self.decision(0) is not None
         source = Drawn(self, seed, group, train, test)
         mark = fingerprint(self.name, self.model_dump_json(), seed)
-        return Federation(self.name, train, group, groups, (features,), classes, source, mark, decided=decided)
+        return Federation(
+            self.name, train, group, groups, (features,), classes, source, mark, decided=decided, several=self.several
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,6 +233,59 @@ class Synthetic(Generated):
         x = mean + deviation * random.standard_normal((count, self.features))
         y = (x @ weights.T + bias).argmax(axis=1)  # softmax keeps the order
         return _records(x, torch.from_numpy(y))
+
+
+class Attributes(Generated):
+    """Records that may have several classes at once, like the attributes of a face: some often go together.
+
+    A record has hidden factors h ~ N(b_k, I), around a centre b_k ~ N(0, shift^2 I) of its client k. It has class c if
+    a_c.h + u > t_c, and one sees x = M h + e. The law is the same for all clients: each a_c is drawn uniformly on the
+    unit sphere, t_c ~ N(0, 1/4), so that some classes are rarer than others, and M ~ N(0, 1/factors) elementwise;
+    u ~ N(0, label_noise^2) and e ~ N(0, noise^2 I) are drawn for each record.
+
+    Attributes:
+        clients: how many.
+        records, test_records: of each client.
+        features, classes: dimensions of x and y.
+        factors: dimension of h; the fewer, the more the classes tell of each other.
+        shift: how far clients lie apart: what one holds is a part of the whole only.
+        noise, label_noise: standard deviations.
+    """
+
+    name = "attributes"
+    several = True
+    clients: PositiveInt = 100
+    records: PositiveInt = 100
+    test_records: PositiveInt = 50
+    features: PositiveInt = 20
+    classes: Annotated[int, Field(ge=2)] = 8
+    factors: PositiveInt = 4
+    shift: Annotated[float, Field(ge=0)] = 0.5
+    noise: Annotated[float, Field(ge=0)] = 0.3
+    label_noise: Annotated[float, Field(ge=0)] = 0.2
+
+    def load(self, seed: int) -> Federation:
+        """Clients of equal size."""
+        train, test = (np.full(self.clients, count) for count in (self.records, self.test_records))
+        return self.federation(seed, train, test, (self.clients,), self.features, self.classes)
+
+    def law(self, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The a_c (classes, factors), t (classes,) and M (features, factors)."""
+        random = Stream(seed, self.name, "law").numpy
+        directions = random.standard_normal((self.classes, self.factors))
+        thresholds = random.standard_normal(self.classes) / 2
+        image = random.standard_normal((self.features, self.factors)) / np.sqrt(self.factors)
+        return directions / np.linalg.norm(directions, axis=1, keepdims=True), thresholds, image
+
+    def draw(self, seed: int, client: int, cluster: int, count: int) -> Records:
+        """See the class."""
+        random = Stream(seed, self.name, "client", client).numpy
+        directions, thresholds, image = self.law(seed)
+        centre = self.shift * random.standard_normal(self.factors)
+        hidden = centre + random.standard_normal((count, self.factors))
+        scores = hidden @ directions.T + self.label_noise * random.standard_normal((count, self.classes))
+        x = hidden @ image.T + self.noise * random.standard_normal((count, self.features))
+        return _records(x, torch.from_numpy((scores > thresholds).astype(np.int64)))
 
 
 def _records(x: np.ndarray, y: torch.Tensor) -> Records:

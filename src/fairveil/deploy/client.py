@@ -27,6 +27,12 @@ def main(folder: Path, address: str, secret: Path, kind: type[Guard] = Guard) ->
     os.dup2(2, 1)  # what is printed by mistake goes to the log
     try:
         guard = kind(folder)
+        if guard.federation.several:  # what a client declares, and the models it is sent, do not say so yet
+            raise UserError(
+                f"the records of {guard.federation.name} may have several classes at once.",
+                "Only a simulation knows such records; a federation does not yet. Nothing was sent.",
+                "data.options.target = one column in client.toml",
+            )
         said.write("open\n")
         said.flush()
         if sys.stdin.readline():  # else the supervisor has ended

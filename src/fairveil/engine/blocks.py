@@ -33,7 +33,8 @@ def best_block(model: Model) -> int:
 def _measured(model: Model) -> int:
     """Double the block until a client no longer gains a tenth by it."""
     x = torch.zeros(BATCH, *model.spec.features)
-    records = Records(x, torch.zeros(BATCH, dtype=torch.int64 if model.spec.classes else torch.float32))
+    kind = torch.int64 if model.spec.classes else torch.float32
+    records = Records(x, torch.zeros(BATCH, *model.spec.target, dtype=kind))
     weights, rows = model.flatten(model.module), torch.arange(BATCH)
 
     def each(clients: int) -> float:

@@ -70,7 +70,8 @@ def spec_of(run: Run) -> ModelSpec:
     """How the model of a run was built."""
     given = {key: value for key, value in run.config["model"].items() if key != "name"}
     options = run.facts.get("model_options", given)
-    return ModelSpec(run.config["model"]["name"], tuple(run.facts["features"]), run.facts["classes"], options)
+    features, several = tuple(run.facts["features"]), bool(run.facts.get("several"))
+    return ModelSpec(run.config["model"]["name"], features, run.facts["classes"], options, several)
 
 
 def client_number(run: Run, name: str) -> int:

@@ -101,6 +101,8 @@ def about(run: Run, model: ServedModel, standardise: Mapping[str, Any] | None) -
         "clients": json.dumps(clients["name"].tolist(), ensure_ascii=False),
         "groups": json.dumps(sorted(set(clients["group"])), ensure_ascii=False),
     }  # fmt: skip
+    if spec.several:
+        facts["several"] = "a record may have several of the classes: those whose score is above 0"
     if standardise:
         facts["standardise"] = json.dumps(standardise)
     return facts | ({"warning": warning} if warning else {})

@@ -131,11 +131,11 @@ class PrivateChoice:
         for start in range(0, len(records), PIECE):
             x, y = records.x[start : start + PIECE], records.y[start : start + PIECE]
             rows, missing = len(y), PIECE - len(y)
-            x, y = F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)), F.pad(y, (0, missing))
+            x, y = (F.pad(each, (0, 0) * (each.dim() - 1) + (0, missing)) for each in (x, y))
             for number, weights in enumerate(models):
                 output, losses = model.scored(model.unflatten(weights), x, y)
                 if self.score == "correct":
-                    added = (output.argmax(dim=1) == y) & output.isfinite().all(dim=1)
+                    added = model.right(output, y).view(PIECE, -1).all(dim=1) & output.isfinite().all(dim=1)
                 else:
                     added = -self._bounded(losses)
                 scores[number] += added[:rows].sum(dtype=torch.float64)

@@ -185,7 +185,7 @@ def _by_book(
     """One call of the fast path: weights (clients, p), x (clients, length, ...); sums are made in this type."""
     gradients = _written(model, book, weights, x, y).gradients()
     # In numpy: a few hundred numbers take it less time than torch takes to begin.
-    norm = _norms(gradients, y.numel()).reshape(y.shape)
+    norm = _norms(gradients, math.prod(y.shape[:2])).reshape(y.shape[:2])
     # A norm so far above the bound would need a factor that float32 has no digits for: it is as good as infinite.
     used = finite = norm <= min(clip_norm * 2.0**100, sys.float_info.max)
     not_finite = np.zeros(len(norm), np.int64)
@@ -219,7 +219,7 @@ def _summed(model: Model, gradients: Mapping[str, Gradients], factor: Tensor, to
 
 
 def _written(model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor) -> Tape:
-    return book.write(model.unflatten(weights), x.flatten(0, 1), y.flatten())
+    return book.write(model.unflatten(weights), x.flatten(0, 1), y.flatten(0, 1))
 
 
 def _by_vmap(model: Model, weights: Tensor, x: Tensor, y: Tensor, clip_norm: float) -> ClippedSums:
@@ -270,7 +270,7 @@ def record_gradients(model: Model, weights: Tensor, x: Tensor, y: Tensor, copies
 
     def loss(parameters: dict[str, Tensor], one_x: Tensor, one_y: Tensor) -> Tensor:
         if copies:
-            return model.losses(parameters, one_x, one_y.expand(len(one_x))).mean()
+            return model.losses(parameters, one_x, one_y.expand(len(one_x), *one_y.shape)).mean()
         return model.losses(parameters, one_x.unsqueeze(0), one_y.unsqueeze(0)).squeeze(0)
 
     by_name = vmap(grad(loss), in_dims=(None, 0, 0), randomness="error")(model.unflatten(weights), x, y)
@@ -318,7 +318,7 @@ def _tried(model: Model) -> Path:
         except Exception as error:  # whatever a module does with stand-ins that no rule foresaw
             obstacle = str(error) if isinstance(error, NoRule) else f"a model that says {type(error).__name__}: {error}"
             continue
-        layers, records = tapes[1].layers, trials[1].y.numel()
+        layers, records = tapes[1].layers, math.prod(trials[1].y.shape[:2])
         held = sum(layer.x.numel() + layer.g.numel() for layer in layers if layer.g is not None) // records
         numbers = held + sum(one.numbers for one in found[1].values())
         if any(isinstance(layer, Convolution) for layer in layers):
@@ -372,7 +372,7 @@ def _records(model: Model, rows: int, random: torch.Generator) -> tuple[Tensor, 
     """
     spec, count = model.spec, math.prod(model.spec.features)
     if spec.classes:
-        y = torch.randint(spec.classes, (2, rows), generator=random)
+        y = torch.randint(2 if spec.several else spec.classes, (2, rows, *spec.target), generator=random)
     else:
         y = torch.randn(2, rows, generator=random)
     x = 2 * torch.randn(2, rows, count, generator=random)

@@ -329,6 +329,11 @@ class NeighbourVotes(NoisyVotes):
         return self._share(each[index].sum(dim=1), client)
 
 
+def which_answered(labels: np.ndarray) -> np.ndarray:
+    """Which queries have an answer (Q,), by their labels (Q,); or (Q, C), where a record may have several classes."""
+    return np.asarray((labels != UNANSWERED).all(axis=tuple(range(1, labels.ndim))))
+
+
 def within(votes: Tensor, most: int) -> Tensor:
     """Votes (n, C) as float64, each within 0 and 1; rows that add up to more than `most` are scaled down to it.
 

@@ -105,6 +105,8 @@ def _drawn_again(run: Run) -> _Found | None:
     kind = DATASETS.get(given.get("dataset", ""))
     if kind is None or not issubclass(kind, Generated) or run.facts.get("features") != [2] or run.elsewhere:
         return None
+    if run.facts.get("several"):  # a dot has one colour
+        return None
     try:
         federation = build_federation(
             given["dataset"], given.get("options", {}), given.get("split"), run.config["seed"]
