@@ -442,8 +442,9 @@ def test_every_example_can_be_planned(path: Path) -> None:
         assert load_sweep(path).cells
         return
     config = fairveil.load_config(path)
-    dataset = find_dataset(config.data.dataset)
-    if issubclass(dataset, Stored) and dataset.archive.missing():
-        pytest.skip(f"{config.data.dataset} is not here")
+    for name in filter(None, (config.data.dataset, config.data.server and config.data.server.dataset)):
+        dataset = find_dataset(name)
+        if issubclass(dataset, Stored) and dataset.archive.missing():
+            pytest.skip(f"{name} is not here")
     plan = fairveil.make_plan(config)
     assert 0 < plan.price.epsilon <= (8.0 if plan.algorithm.unit != "metric" else math.inf)
