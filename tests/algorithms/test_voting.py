@@ -188,6 +188,12 @@ def test_the_noise_is_solved_for_a_budget(more: dict[str, Any], runs: Path) -> N
     assert json.loads((result.folder / "result.json").read_text())["votes"] == result.votes
 
 
+def test_without_noise_no_price_is_published(runs: Path) -> None:
+    result = start_run(config("pate-fl", publish_cost=True), runs=runs)
+    assert result.statement.epsilon == math.inf and result.votes is not None
+    assert "epsilon_sanitised" not in result.votes and "epsilon_not_sanitised" not in result.votes
+
+
 def test_noise_that_clients_make_needs_no_more_than_the_servers(runs: Path) -> None:
     """Two may fail; the statement says that the server sees what each sends, unless a secure sum is simulated."""
     privacy = {"noise_multiplier": 1.0, "delta": 1e-4}
@@ -269,6 +275,11 @@ def test_records_that_several_clients_hold_have_no_price_in_a_vote() -> None:
     with pytest.raises(UserError, match="where clients overlap"):
         make_plan(config("knn-fl", {"noise_multiplier": 1.0, "delta": 1e-4, "unit": "record"}, split))
     assert make_plan(config("knn-fl", {"noise_multiplier": 1.0, "delta": 1e-4}, split)).price.epsilon < math.inf
+
+
+def test_clients_without_records_are_refused() -> None:
+    with pytest.raises(UserError, match="clients = 1439"):
+        make_plan(config("knn-fl", {"noise_multiplier": 1.0, "delta": 1e-4}, {"kind": "iid", "clients": 1439}))
 
 
 def test_numbers_cannot_be_voted_for() -> None:

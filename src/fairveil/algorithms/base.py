@@ -210,6 +210,18 @@ def check_count(clusters: int, facts: Facts) -> None:
         )
 
 
+def check_tolerated(tolerated: int, noise: str, facts: Facts) -> None:
+    """Refuse to do without the noise of clients that make none, or of all that do."""
+    clients = len(facts.size)
+    if tolerated and (noise == "server" or tolerated >= clients):
+        raise UserError(
+            f"algorithm.tolerated = {tolerated} makes no sense here.",
+            f"It counts those of {clients} clients whose share of the noise may be missing, where clients make it:\n"
+            "less than all of them. Nothing was run.",
+            f'algorithm.noise = "distributed" and algorithm.tolerated = {min(tolerated, clients - 1)}, or 0',
+        )
+
+
 def check_score(score: Score, facts: Facts) -> None:
     """Refuse to count correct predictions where none can be."""
     if score == "correct" and not facts.classes:

@@ -22,8 +22,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field
 from torch import Tensor
 
-from fairveil.algorithms.base import Algorithm, NoiseFor, Unit
-from fairveil.errors import UserError
+from fairveil.algorithms.base import Algorithm, NoiseFor, Unit, check_tolerated
 from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, Sharers
 from fairveil.session import Facts, Pick, Session, Terms
 from fairveil.tasks import bounded_update
@@ -52,14 +51,7 @@ class DPFedAvg(Algorithm[State]):
     tolerated: int = Field(0, ge=0, description="t, clients that may drop out or conspire then")
 
     def settled(self, facts: Facts, noise: NoiseFor) -> Self:
-        clients = len(facts.size)
-        if self.tolerated and (self.noise == "server" or self.tolerated >= clients):
-            raise UserError(
-                f"algorithm.tolerated = {self.tolerated} makes no sense here.",
-                f"It counts those of {clients} clients whose share of the noise may be missing, where clients make\n"
-                "it: less than all of them. Nothing was run.",
-                f'algorithm.noise = "distributed" and algorithm.tolerated = {min(self.tolerated, clients - 1)}, or 0',
-            )
+        check_tolerated(self.tolerated, self.noise, facts)
         return self
 
     def cohort_sum(self, terms: Terms) -> CohortSums:

@@ -26,7 +26,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fairveil.algorithms.base import Algorithm, NoiseFor, SmoothedCost, Unit, Voted
+from fairveil.algorithms.base import Algorithm, NoiseFor, SmoothedCost, Unit, Voted, check_tolerated
 from fairveil.errors import UserError
 from fairveil.privacy.consensus import SmoothedPrice
 from fairveil.privacy.mechanisms import Mechanism, Sharers
@@ -39,7 +39,7 @@ from fairveil.student import StudentTraining, train_student
 class State:
     labels: np.ndarray  # of the queries asked so far (Q,), UNANSWERED where nobody won; of several classes (Q, C)
     model: Tensor  # the student (p,)
-    cost: float  # published price of these answers, see `SmoothedPrice`
+    cost: float | None  # published price of these answers, see `SmoothedPrice`; None: none was published
 
 
 class Voting(Algorithm[State]):
@@ -76,7 +76,6 @@ class Voting(Algorithm[State]):
     vat_radius: float = Field(0.2, gt=0, description="how far it moves a record, over their distance from the mean")
 
     def settled(self, facts: Facts, noise: NoiseFor) -> Self:
-        clients = len(facts.size)
         if not facts.classes:
             raise UserError(
                 f'algorithm.name = "{self.name}" does not fit a regression.',
@@ -84,6 +83,13 @@ class Voting(Algorithm[State]):
                 "data with classes",
             )
         self._check_several(facts)
+        self._check_queries(facts)
+        check_tolerated(self.tolerated, self.noise, facts)
+        self._check_extras(facts)
+        return self
+
+    def _check_queries(self, facts: Facts) -> None:
+        """Refuse more queries than there are records, and parts or limits that are no part of them."""
         if self.queries > facts.public:
             raise UserError(
                 f"algorithm.queries = {self.queries} is more than the server has records: {facts.public}.",
@@ -103,12 +109,9 @@ class Voting(Algorithm[State]):
                 "every query is answered. Nothing was run.",
                 "leave it out, or algorithm.confidence = 0.6",
             )
-        if self.tolerated and (self.noise == "server" or self.tolerated >= clients):
-            raise UserError(
-                f"algorithm.tolerated = {self.tolerated} makes no sense here.",
-                f"It counts, of {clients} clients, those whose share of the noise may be missing. Nothing was run.",
-                f'algorithm.noise = "distributed" and algorithm.tolerated = {min(self.tolerated, clients - 1)}, or 0',
-            )
+
+    def _check_extras(self, facts: Facts) -> None:
+        """Refuse what needs exact votes that nobody sees, and a published price where there is none."""
         if self.noise == "distributed" and (self.confidence is not None or self.publish_cost):
             what = "confidence" if self.confidence is not None else "publish_cost"
             raise UserError(
@@ -130,7 +133,6 @@ class Voting(Algorithm[State]):
                 "Nothing was run.",
                 'privacy.adjacency = "add-remove", or leave out algorithm.publish_cost',
             )
-        return self
 
     def _check_several(self, facts: Facts) -> None:
         """Refuse a limit to the classes of a vote where a record has one, and the want of a limit where it has more."""
@@ -200,7 +202,7 @@ class Voting(Algorithm[State]):
     # ---- rounds ------------------------------------------------------------------------------------
 
     def start(self, session: Session) -> State:
-        return State(np.zeros((0, *session.model.spec.target), np.int64), session.initial_model("student"), 0.0)
+        return State(np.zeros((0, *session.model.spec.target), np.int64), session.initial_model("student"), None)
 
     def round(self, session: Session, state: State) -> State:
         if session.round == 1:
@@ -212,7 +214,7 @@ class Voting(Algorithm[State]):
             shared={"queries": public[first:last].flatten(1)},
         )  # fmt: skip
         labels = np.concatenate([state.labels, votes["labels"].numpy()])
-        cost = state.cost + (float(votes["cost"]) if "cost" in votes else 0.0)
+        cost = (state.cost or 0.0) + float(votes["cost"]) if "cost" in votes else None
         return State(labels, self._student(session, labels), cost)
 
     def _student(self, session: Session, labels: np.ndarray) -> Tensor:
@@ -231,5 +233,6 @@ class Voting(Algorithm[State]):
         return Pick.same(state.model, facts)
 
     def voted(self, state: State) -> Voted:
-        cost = SmoothedCost(state.cost, SmoothedPrice(), self.rounds) if self.publish_cost else None
-        return Voted(state.labels, cost)
+        return Voted(
+            state.labels, None if state.cost is None else SmoothedCost(state.cost, SmoothedPrice(), self.rounds)
+        )
