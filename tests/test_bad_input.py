@@ -933,8 +933,6 @@ def test_account_of_training_needs_all_of_it(fairveil: Fairveil, left_out: str) 
         ("--queries 500 --unit agent --sigma -1", ["--sigma -1", "finite, and not negative"]),
         ("--queries 500 --unit agent --sigma nan", ["--sigma nan", "finite, and not negative"]),
         ("--queries 500 --unit agent --sigma inf", ["--sigma inf", "finite, and not negative"]),
-        ("--queries 500 --unit agent --sigma 1e-200", ["--sigma 1e-200", "out of all proportion"]),
-        ("--queries 500 --unit agent --sigma 1e300", ["--sigma 1e+300", "out of all proportion"]),
         (f"--queries {10**400} --unit agent --epsilon 3", ["--queries 1000", "out of all proportion"]),
         ("--queries 500 --unit agent --epsilon 0", ["--epsilon 0", "positive and finite"]),
         ("--queries 500 --unit agent --sigma 25 --delta 0", ["--delta 0", "between 0 and 1"]),

@@ -385,6 +385,60 @@ def test_of_exported_models_the_best_can_be_taken(tmp_path: Path) -> None:
     assert taken == [pytest.approx([5, 6], abs=0.3), pytest.approx([4, -4.5], abs=0.3)]
 
 
+# ---- docs/voting.md --------------------------------------------------------------------------------
+
+VOTING = {
+    "knn-fl-gradients": "`knn-fl`, gradients", "pate-fl-adapted": "`pate-fl`, adapted", "pate-fl": "`pate-fl`",
+    "knn-fl-pixels": "`knn-fl`, pixels", "dp-fedavg": "`dp-fedavg`",
+}  # fmt: skip
+
+
+def rows_of_votes() -> list[str]:
+    """Accuracy of the student, of the labels, the price of these answers, and accuracy without privacy, in percent."""
+    runs, limits = finished("voting-mnist-usps"), finished("voting-mnist-usps-limits").set_index("variant")
+    rows = []
+    for variant, name in VOTING.items():
+        part = runs[runs["variant"] == variant]
+        cells = [spread_of(part["accuracy_mean"], 100, ".1f"), "-", "-"]
+        if part["votes_accuracy"].notna().all():
+            cells[1:] = [
+                spread_of(part["votes_accuracy"], 100, ".1f"),
+                f"{part['votes_epsilon_not_sanitised'].mean():.2f}",
+            ]
+        open_one = f"{100 * limits.loc[variant, 'accuracy_mean']:.1f}" if variant in limits.index else "-"
+        rows.append(f"| {name} | {' | '.join(cells)} | {open_one} |")
+    return rows
+
+
+def rows_of_domains() -> list[str]:
+    runs = finished("voting-office-caltech")
+    rows = []
+    for domain in ("amazon", "caltech", "dslr", "webcam"):
+        parts = [runs[runs["variant"] == f"{name}-to-{domain}"] for name in ("knn-fl", "pate-fl", "dp-fedsgd")]
+        rows.append(f"| {domain} | {' | '.join(spread_of(part['accuracy_mean'], 100, '.1f') for part in parts)} |")
+    return rows
+
+
+def rows_of_seconds() -> list[str]:
+    measured = pd.read_csv(ROOT / "docs/results/voting-seconds.csv")
+    return [f"| {row.method} | {row.seconds:.1f} |" for row in measured.itertuples()]
+
+
+def test_the_tables_of_votes_are_those_of_the_sweeps() -> None:
+    text = (ROOT / "docs/voting.md").read_text().partition("## Results")[2]
+    bodies = re.findall(r"^\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert [body.splitlines() for body in bodies] == [rows_of_votes(), rows_of_domains(), rows_of_seconds()]
+
+
+def test_what_is_said_of_votes_holds() -> None:
+    runs = finished("voting-mnist-usps")
+    assert runs.groupby("variant")["seed"].nunique().eq(3).all() and (runs["epsilon"] <= 2.736).all()
+    by_method = runs.pivot_table("accuracy_mean", "seed", "variant")
+    for voting in ("knn-fl-gradients", "pate-fl-adapted"):
+        assert (by_method[voting] > by_method["dp-fedavg"]).all()
+    assert pd.read_csv(ROOT / "docs/results/voting-seconds.csv")["seconds"].max() < 5
+
+
 def test_the_pull_in_the_document_is_that_of_the_sweep() -> None:
     table = pd.read_csv(ROOT / "docs/results/mr-mtl-pull.csv")
     assert (table["status"] == "finished").all() and not table["commit"].str.contains("dirty").any()

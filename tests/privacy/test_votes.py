@@ -564,6 +564,11 @@ def test_no_noise_is_no_guarantee(adjacency: Adjacency) -> None:
         assert price({mechanism.event: 1}, 1e-3, adjacency=adjacency).epsilon == math.inf
 
 
+def test_noise_beyond_all_proportion_has_a_price() -> None:
+    assert price({pate(500, 10, 1e-200).event: 1}, 1e-3).epsilon == math.inf
+    assert price({pate(500, 10, 1e300).event: 1}, 1e-3).epsilon == 0.0  # a shift of 1e-299: delta alone covers it
+
+
 def test_a_published_cost_is_paid_for() -> None:
     """The Renyi curves add up at every order: a/2 * precision, and the smooth event's; then the best order, by hand."""
     published, delta = SmoothedPrice(), 1e-3

@@ -149,7 +149,7 @@ class NoisyVotes:
             return NonPrivateDpEvent()
         # an accountant of replacement takes it that a unit moves a sum twice as far as by its removal; here s says it
         times = 1 if self.adjacency == "add-remove" else 2
-        gaussian = GaussianDpEvent(times / math.sqrt(self.precision))
+        gaussian = GaussianDpEvent(times / math.sqrt(max(self.precision, 1e-300)))  # so small that a float may hold 0
         return gaussian if self.cost is None else ComposedDpEvent((gaussian, self.cost.event))
 
     @property
