@@ -437,6 +437,16 @@ def test_what_is_said_of_votes_holds() -> None:
     for voting in ("knn-fl-gradients", "pate-fl-adapted"):
         assert (by_method[voting] > by_method["dp-fedavg"]).all()
     assert pd.read_csv(ROOT / "docs/results/voting-seconds.csv")["seconds"].max() < 5
+    best, averaged = (100 * by_method[name].mean() for name in ("knn-fl-gradients", "dp-fedavg"))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"is right for {best:.1f}% of USPS" in readme and f"private updates for {averaged:.1f}%" in readme
+    paired = pd.read_csv(ROOT / "docs/results/voting-mnist-usps-comparison.csv").query("measure == 'accuracy_mean'")
+    text = " ".join((ROOT / "docs/voting.md").read_text().split())
+    first, *others = (
+        100 * paired.set_index("variant").loc[[*VOTING][:4], ["difference", "low", "high"]]
+    ).values.tolist()
+    assert "+{:.1f} (95%: {:.1f} to {:.1f})".format(*first) in text
+    assert all("+{:.1f} ({:.1f} to {:.1f})".format(*row) in text for row in others)
 
 
 def test_the_pull_in_the_document_is_that_of_the_sweep() -> None:
