@@ -5,16 +5,19 @@ from __future__ import annotations
 import io
 import math
 import struct
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.supercore.inflatable import inflatable_utils as parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairveil.engine.flower import SMALL, packed, unpacked
+from fairveil.engine.flower import SMALL, Patience, Roll, packed, unpacked
 from fairveil.privacy.release import Plain, digest_values
 from fairveil.remote import DTYPES, Envelope, Malformed
 
@@ -211,3 +214,18 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_read() -> None:
     assert unpacked(records, largest=5000).values["it"].shape == (1000,)  # type: ignore[union-attr]
     with pytest.raises(Malformed, match="larger than 3,000"):
         unpacked(records, largest=3000)
+
+
+def test_an_answer_of_which_parts_never_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that is killed while it sends: Flower would wait for two hours, and the run with it."""
+    usual = dict(parts.pull_objects.__kwdefaults__)
+    monkeypatch.setattr(parts.pull_objects, "__kwdefaults__", usual | {"initial_backoff": 0.05})
+
+    def never(number: str) -> bytes:
+        raise parts.ObjectUnavailableError(number)
+
+    assert list(Roll(SimpleNamespace(get_nodes=list)).ask({}, Patience(0.4, 1, 1))) == []  # type: ignore
+    started = time.monotonic()
+    with pytest.raises(parts.ObjectPullError):
+        parts.pull_objects(["a part"], never)
+    assert 0.3 < time.monotonic() - started < 5

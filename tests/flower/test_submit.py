@@ -43,7 +43,7 @@ def test_a_run_goes_on_through_whatever_happens_and_is_paid_once(
     clients = [make_client(name) for name in ("north", "south")]
     keys = [part for client in clients for part in ("--allow", str(client / f"{client.name}.pub"))]
     config = tmp_path / "small.toml"
-    config.write_text(CONFIG.format(rounds=40))
+    config.write_text(CONFIG.format(rounds=80))
     serving = start("serve", str(server), *keys)
     serving.wait_for("Ready")
     joining = [start("join", str(client)) for client in clients]
@@ -72,11 +72,11 @@ def test_a_run_goes_on_through_whatever_happens_and_is_paid_once(
     resumed = start("submit", str(folder), *places, "--resume", "--json")
     assert resumed.process.wait(180) == 0, resumed.said
     result = json.loads(resumed.said.splitlines()[-1])
-    assert result["rounds"] == 40 and result["epsilon_spent"] == result["epsilon"] <= 3.0
+    assert result["rounds"] == 80 and result["epsilon_spent"] == result["epsilon"] <= 3.0
     for client in clients:
         found = status(start, client)
         (run,) = found["runs"]
-        assert (run["state"], run["released"], run["accepted"]) == ("finished", 40, 40)
+        assert (run["state"], run["released"], run["accepted"]) == ("finished", 80, 80)
         assert 2.9 < found["spent"]["epsilon"] <= 3.0 and found["refusals"] == []
 
     again = start("submit", str(config), *places)  # 3 and 3 are more than the 4 that each allows

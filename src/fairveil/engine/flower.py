@@ -180,6 +180,7 @@ class Roll:
         """
         from flwr.app import Message
 
+        _give_up_after(patience.timeout)
         open_, sent, arrivals = dict(asked), dict[str, str](), dict[str, str]()
         sent_at, times = dict.fromkeys(asked, -1e9), dict.fromkeys(asked, 0)
         started = time.monotonic()
@@ -437,6 +438,16 @@ def _fetch_briskly() -> None:
 
     for fetch in (parts.pull_objects, parts.pull_and_inflate_object_from_tree):
         cast(Any, fetch).__kwdefaults__["initial_backoff"] = LOOK / 2
+
+
+def _give_up_after(seconds: float) -> None:
+    """Wait so long for the missing parts of an answer, and not for two hours: then it is an error, and is asked again.
+
+    A client that is killed while it sends leaves an answer of which parts never come, and whoever fetches it waits.
+    """
+    from flwr.supercore.inflatable import inflatable_utils as parts
+
+    cast(Any, parts.pull_objects).__kwdefaults__["max_time"] = seconds
 
 
 class _Waiting:
