@@ -452,6 +452,23 @@ def test_test_rows_are_shared_between_the_server_and_the_judges(small: dict[str,
     assert len(held(federation(small, 1, dataset="digits", rows="test", records=359, judge=False)).x) == 359
 
 
+def test_a_file_of_the_clients_is_read_as_they_read_it(small: dict[str, Any], tmp_path: Path) -> None:
+    """Its test rows are nobody's training rows; with another share of them for testing they might be."""
+    path = tmp_path / "visits.csv"
+    path.write_text("\n".join(["client,u,y", *[f"{'ab'[at % 2]},{at},{at // 2 % 2}" for at in range(40)]]))
+    options = {"path": str(path), "test_fraction": 0.2}
+    data = {"dataset": "file", "options": options}
+    found = federation(small, 0, data, dataset="file", options=options, rows="test", records=4)
+    public = set(held(found).x.flatten().tolist())
+    trained = {value for client in range(2) for value in found.load(client).train.x.flatten().tolist()}
+    assert len(public) == 4 and len(trained) == 32 and not public & trained
+    for other in (options | {"test_fraction": 0.5}, options | {"features": ["u"]}):
+        for rows in ("train", "test"):
+            error = refused(small, data, dataset="file", options=other, rows=rows, records=4)
+            assert "holds records of the clients" in error.what and "read otherwise" in error.why
+    assert "those of the clients" in refused(small, data, dataset="file", options=options).why
+
+
 # ---- what a federation can hold --------------------------------------------------------------------
 
 

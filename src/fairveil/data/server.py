@@ -72,8 +72,12 @@ def check_server(dataset: str, options: Mapping[str, Any], clients: Dataset, row
             'data.server.dataset = "file", or a published dataset (fairveil data list)',
         )
     files = [each.path.resolve() for each in (clients, server) if isinstance(each, File)]
-    if rows == "train" and (server == clients or (len(files) == 2 and files[0] == files[1])):
+    same = server == clients
+    if same and rows == "train":
         raise _private("They are those of the clients")
+    # read otherwise, a file is divided otherwise: its test rows may then be rows that a client trains on
+    if len(files) == 2 and files[0] == files[1] and not same:
+        raise _private("They are rows of the clients' file, which it is to read otherwise than they do")
     return server
 
 
