@@ -155,6 +155,7 @@ def test_a_limit_is_refused_where_each_record_has_one_class(name: str) -> None:
 # ---- every system ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_every_registered_algorithm_keeps_the_contract(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on digits: budget, ledger, workers 1 and 2 bit for bit, a crash and a resume."""
