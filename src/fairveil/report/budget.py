@@ -141,7 +141,7 @@ def budget_by_round(run: Run, spent: Spending | None = None) -> Chart | None:
         axes.set_xlim(left=min(0.5, edges[0]))
         axes.set_ylim(0, planned * 1.12)
         axes.set_xlabel("round")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_ylabel("epsilon, at most")
         legend_below(figure, [*entries, (line, f"planned {rounded_up(planned)}")])
     marks = [

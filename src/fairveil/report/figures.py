@@ -211,7 +211,7 @@ def _by_round(
             frame = {"group": name, "round": mean.index, "mean": mean, "low": low, "high": high}
             rows.append(pd.DataFrame(frame | {"seeds": seeds}))
         axes.set_xlabel("round")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         _metric_axis(axes, metric)
         legend_below(figure, entries)
     others = f" {len(names) - len(shown)} groups that do better are grey." if len(shown) < len(names) else ""

@@ -61,7 +61,7 @@ def run_page(run: Run) -> Page:
         ),
         Section("reproduce", "How to have it again", reproduce(run)),
     ]
-    about = f"{len(run.clients):,} clients, {rounds} rounds, seed {run.config['seed']}"
+    about = f"{len(run.clients):,} clients, {rounds} round{'s' if rounds > 1 else ''}, seed {run.config['seed']}"
     if run.elsewhere:
         about = f"{run.algorithm} on a federation: {about}"
         return Page(run.name, about, sections, state_of(run), footer=ELSEWHERE)
