@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fairveil.errors import UserError
-from fairveil.neighbours import PIECE, _oriented, find_extractor, nearest, neighbour_counts, neighbour_votes
+from fairveil.neighbours import PIECE, _oriented, find_extractor, nearest, neighbour_counts
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -160,14 +160,11 @@ def test_two_hundred_clients_take_no_time() -> None:
 # ---- votes -----------------------------------------------------------------------------------------
 
 
-def test_votes_by_hand() -> None:
+def test_counts_by_hand() -> None:
     labels, index = torch.tensor([2, 0, 2, 1]), torch.tensor([[0, 2, 1], [3, 1, 0]])
     assert neighbour_counts(labels, index, 4).tolist() == [[1, 0, 2, 0], [1, 1, 1, 0]]
-    votes = neighbour_votes(labels, index, 3, 4)
-    assert votes.dtype == torch.float64 and votes.tolist() == [[1 / 3, 0, 2 / 3, 0], [1 / 3, 1 / 3, 1 / 3, 0]]
-    assert neighbour_votes(labels, index, 5, 3).tolist() == [[0.2, 0, 0.4], [0.2, 0.2, 0.2]]  # fewer than k
-    empty = neighbour_votes(torch.zeros(0, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64), 5, 3)
-    assert empty.tolist() == [[0.0] * 3] * 2
+    empty = neighbour_counts(torch.zeros(0, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64), 3)
+    assert empty.tolist() == [[0] * 3] * 2
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 12])
@@ -190,10 +187,8 @@ def test_one_record_moves_a_vote_by_no_more_than_sqrt_two_over_k(k: int, coarse:
             rows: list[int], pool: Tensor = pool, labels: Tensor = labels, queries: Tensor = queries
         ) -> tuple[Tensor, Tensor]:
             index = nearest(queries, pool[rows], k)
-            votes = neighbour_votes(labels[rows], index, k, 3)
-            whole = (votes * k).round().long()
-            assert torch.equal(whole, neighbour_counts(labels[rows], index, 3))
-            return whole, votes
+            whole = neighbour_counts(labels[rows], index, 3)
+            return whole, whole.double() / k
 
         one, one_votes = counts(base)
         others = [base[:i] + base[i + 1 :] for i in base]

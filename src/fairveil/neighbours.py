@@ -349,12 +349,3 @@ def neighbour_counts(labels: Tensor, index: Tensor, classes: int) -> Tensor:
     """How many of the neighbours `index` (Q, m) have each label: (Q, classes), int64, for labels (n,)."""
     counts = torch.zeros(len(index), classes, dtype=torch.int64)
     return counts.scatter_add_(1, labels[index], torch.ones_like(index))
-
-
-def neighbour_votes(labels: Tensor, index: Tensor, k: int, classes: int) -> Tensor:
-    """(1/k) * the sum of onehot(y) over the neighbours `index` (Q, m): (Q, classes), float64.
-
-    Where there are fewer than k they add up to less than 1: divided by m, the only record of a client would move its
-    vote by 1.
-    """
-    return neighbour_counts(labels, index, classes).double() / k
