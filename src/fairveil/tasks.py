@@ -167,8 +167,14 @@ def best_model(model: Model, models: Tensor, records: Records) -> int:
 
     One whose loss is not a number is never chosen, unless none has one.
     """
-    losses = torch.stack([_tested(model, weights, records)[1].double().mean() for weights in models])
+    losses = torch.tensor([mean_loss(model, weights, records) for weights in models], dtype=torch.float64)
     return int(losses.nan_to_num(nan=torch.inf).argmin())
+
+
+@torch.no_grad()
+def mean_loss(model: Model, weights: Tensor, records: Records) -> float:
+    """The mean loss of a model (p,) on records."""
+    return float(_tested(model, weights, records)[1].double().mean())
 
 
 def _scores(model: Model, output: Tensor, losses: Tensor, y: Tensor) -> dict[str, float]:

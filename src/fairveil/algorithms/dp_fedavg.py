@@ -22,7 +22,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field
 from torch import Tensor
 
-from fairveil.algorithms.base import Algorithm, NoiseFor, Unit, check_tolerated
+from fairveil.algorithms.base import NoiseFor, check_tolerated
+from fairveil.algorithms.cohorts import SampledTraining
 from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, Sharers
 from fairveil.session import Facts, Pick, Session, Terms
 from fairveil.tasks import bounded_update
@@ -33,20 +34,9 @@ class State:
     model: Tensor  # theta (p,)
 
 
-class DPFedAvg(Algorithm[State]):
+class DPFedAvg(SampledTraining[State]):
     name: ClassVar[str] = "dp-fedavg"
-    unit: ClassVar[Unit] = "client"
-    trust: ClassVar[str] = (
-        "the server: every client that is drawn sends it a contribution within bounds, but without noise; it adds "
-        "them up, adds the noise, and keeps secret who was drawn and what each has sent"
-    )
 
-    sample_rate: float = Field(0.2, gt=0, le=1, description="q, chance of a client to take part")
-    local_epochs: int = Field(1, ge=1, description="passes over a client's records in a round")
-    batch_size: int = Field(32, ge=1, description="b, of the client's plain SGD")
-    learning_rate: float = Field(0.5, gt=0, description="eta, at the client")
-    decay: Literal["none", "linear"] = Field("none", description="of eta: linear falls to eta/E in the last round")
-    server_learning_rate: float = Field(1.0, gt=0, description="step along the noisy mean")
     noise: Literal["server", "distributed"] = Field("server", description='who makes it: or "distributed", all clients')
     tolerated: int = Field(0, ge=0, description="t, clients that may drop out or conspire then")
 
@@ -67,16 +57,10 @@ class DPFedAvg(Algorithm[State]):
         return State(session.initial_model())
 
     def round(self, session: Session, state: State) -> State:
-        left = 1 - (session.round - 1) / self.rounds if self.decay == "linear" else 1.0
         mechanism = self.cohort_sum(session.federation_terms)
         noisy = session.sum(
             bounded_update, session.cohort(mechanism.asked), mechanism,
-            shared={
-                "model": state.model,
-                "learning_rate": self.learning_rate * left,
-                "local_epochs": self.local_epochs,
-                "batch_size": self.batch_size,
-            },
+            shared=self.training(state.model, session.round),
         )  # fmt: skip
         expected = self.sample_rate * len(session.facts.size)  # q * n
         return State(state.model + (self.server_learning_rate / expected) * noisy["update"])

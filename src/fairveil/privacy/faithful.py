@@ -40,7 +40,7 @@ class MedianClipped:
 
     Attributes:
         others: names of numbers that are summed exactly beside the update.
-        normalised: whether the weights are divided by their sum first.
+        whole: what the weights are divided by; 0: the sum of those that were drawn.
     """
 
     leak: ClassVar[bool] = True
@@ -49,7 +49,7 @@ class MedianClipped:
     sample_rate: float  # q
     noise_multiplier: float  # sigma, over the largest clipping value
     others: tuple[str, ...] = ()
-    normalised: bool = False
+    whole: float = 1.0
 
     @property
     def kind(self) -> str:
@@ -103,8 +103,7 @@ class MedianClipped:
         top, moved = 0.0, 0.0
         if sent:
             weights = torch.tensor([one.weight for one in sent], dtype=torch.float64)
-            if self.normalised and (whole := float(weights.sum())):
-                weights /= whole
+            weights /= self.whole or float(weights.sum()) or 1.0
             clips, norms = self.clips(sent, weights)
             top = float(clips.max())
             kept = torch.where(norms > 0, (clips / norms.clamp(min=1e-300)).clamp(max=1.0), 1.0)
