@@ -97,7 +97,8 @@ def clip_slopes(
     safe = norm.clamp(min=torch.finfo(torch.float64).tiny)
     kept = torch.where(norm > 0, (clips / safe).clamp(max=1.0), 1.0)  # min(1, C_k/|g_k|)
     # of min(1, C/|g|) by C: from the left where they are equal, or a start at the norms would never be left
-    bend = torch.where((clips <= norm) & (norm > 0), 1.0 / safe, 0.0)  # s_i
+    below = clips <= norm * (1 + 1e-9)  # a norm is known to rounding only
+    bend = torch.where(below & (norm > 0), 1.0 / safe, 0.0)  # s_i
     eta, by_step = given.learning_rate, found.share * bend
     foreseen = found.losses - eta * found.gram @ (found.share * kept)  # Lhat
     apart = found.mean @ foreseen - foreseen
@@ -105,7 +106,7 @@ def clip_slopes(
     distance = max(0.0, abs(float(apart[j])) - given.alpha)  # f
     slope = -eta * by_step * (found.gram @ found.objective) - given.deviation_weight * found.sums * bend
     if found.variance:
-        slope = slope + given.deviation_weight * found.variance * (clips == clips.max())
+        slope = slope + given.deviation_weight * found.variance * (clips == clips.max()).to(slope.dtype)
     if distance:
         away = found.gram @ found.mean - found.gram[:, j]  # <mean g - g_j*, g_i>
         sign = math.copysign(1.0, float(apart[j]))  # omega
