@@ -1,0 +1,394 @@
+"""The client-level systems: their sensitivity by brute force, their price by hand, and what they are in plain cases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent, NonPrivateDpEvent, PoissonSampledDpEvent
+from dp_accounting.pld import PLDAccountant
+from torch import Tensor
+
+from fairveil.algorithms import ALGORITHMS
+from fairveil.algorithms.cohorts import CLIP_RATE, BoundedTraining, PublishedTraining, Tracked
+from fairveil.algorithms.fair_fedavg import FairFedAvg
+from fairveil.algorithms.fairfed import FairFed
+from fairveil.algorithms.fedavg import FedAvg
+from fairveil.algorithms.loss_split import LossSplit
+from fairveil.algorithms.q_fedavg import QFedAvg
+from fairveil.algorithms.root_loss import RootLoss
+from fairveil.config import make_config
+from fairveil.data.federation import ClientData, Records
+from fairveil.models import Model, ModelSpec
+from fairveil.plan import make_plan
+from fairveil.privacy.faithful import MedianClipped, MultiplierClipped
+from fairveil.privacy.mechanisms import CohortSums, canonical, from_canonical
+from fairveil.privacy.release import MINT
+from fairveil.run import run_plan
+from fairveil.session import Cohort, Facts, Member, Terms
+from fairveil.streams import Stream
+
+SPEC = ModelSpec("logistic", (4,), 3)
+SOUND = [name for name, cls in ALGORITHMS.items() if issubclass(cls, BoundedTraining)]
+PUBLISHED = [name for name, cls in ALGORITHMS.items() if issubclass(cls, PublishedTraining)]
+
+
+@dataclass
+class OneRound:
+    """A session that asks given clients, adds up exactly, and remembers the sums."""
+
+    clients: Mapping[int, Records]
+    facts: Facts
+    noise_multiplier: float = 0.0
+    round: int = 1
+    model: Model = field(default_factory=SPEC.build)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    bounds: dict[str, float] = field(default_factory=dict)
+    personal: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def federation_terms(self) -> Terms:
+        return Terms(self.facts, None, self.noise_multiplier)
+
+    def initial_model(self, purpose: str = "") -> Tensor:
+        return self.model.initial(Stream(5))
+
+    def cohort(self, sample_rate: float) -> Cohort:
+        return Cohort(sample_rate, "all")
+
+    def sum(self, task: Any, cohort: Cohort, mechanism: Any, *, shared: Mapping[str, Any]) -> dict[str, Tensor]:
+        members = [
+            Member(ClientData(r, r), self.model, shared, mechanism, self.personal.get(k, {}), (k,), MINT)
+            for k, r in self.clients.items()
+        ]
+        exact = mechanism.zero()
+        for member, reply in zip(members, task(members), strict=True):
+            mechanism.add(exact, reply.out)
+            if reply.keep is not None:
+                self.personal[int(member.key[0])] = reply.keep
+        if isinstance(mechanism, CohortSums):
+            self.sums = mechanism.value(exact)
+            self.bounds = {part.name: part.bound for part in mechanism.parts}
+        noisy, _ = mechanism.finish(exact, Stream(0), 0)
+        if isinstance(mechanism, MedianClipped):
+            self.sums = noisy
+        return noisy
+
+
+def facts_of(clients: Mapping[int, Records], clip_norm: float = 1.0) -> Facts:
+    size = np.array([len(r) for r in clients.values()])
+    return Facts(size, np.zeros(len(size), int), SPEC.features, 3, SPEC.build().parameters, clip_norm, unit="client")
+
+
+def draw_clients(seed: int, count: int = 6, scale: float | None = None) -> dict[int, Records]:
+    """Clients of unequal sizes; some have features so large that their updates are out of all proportion."""
+    random = np.random.default_rng(seed)
+    found = {}
+    for k in range(count):
+        n, size = int(random.integers(1, 30)), scale or 10 ** random.uniform(-1, 2)
+        x = (size * random.standard_normal((n, *SPEC.features))).astype(np.float32)
+        found[k] = Records(torch.from_numpy(x), torch.from_numpy(random.integers(3, size=n)))
+    return found
+
+
+def released(algorithm: BoundedTraining[Any], session: OneRound, seed: int) -> Any:
+    """Some state that earlier releases may have led to."""
+    random = Stream(seed, "state").numpy
+    state = algorithm.start(session)  # type: ignore[arg-type]
+    more: dict[str, Any] = {
+        "model": state.model + 0.3 * torch.from_numpy(random.standard_normal(len(state.model)).astype(np.float32)),
+        "clip": float(10 ** random.uniform(-2, 1)),
+        "loss": float(random.uniform(0, 4)),
+    }
+    for name in ("aggregate", "second"):
+        if hasattr(state, name):
+            more[name] = torch.from_numpy((0.5 * random.standard_normal(len(state.model))).astype(np.float32))
+    if hasattr(state, "share"):
+        more["share"] = torch.from_numpy(random.uniform(0, 1, 2).astype(np.float32))
+    return replace(state, **more)
+
+
+@pytest.mark.parametrize("size_cap", [0, 10])
+@pytest.mark.parametrize("name", SOUND)
+def test_leaving_a_client_out_moves_no_sum_beyond_its_bound(name: str, size_cap: int) -> None:
+    """150 pairs of neighbours for each system and weighting; the whole round is computed anew without the client."""
+    farthest: dict[str, float] = {}
+    for seed in range(25):
+        clients = draw_clients(seed)
+        facts = facts_of(clients)
+        algorithm = ALGORITHMS[name](rounds=10, learning_rate=0.3, size_cap=size_cap)
+        state = released(algorithm, OneRound(clients, facts), seed)  # type: ignore[arg-type]
+        both = OneRound(clients, facts, round=1 + seed % 10)
+        algorithm.round(both, state)  # type: ignore[arg-type]
+        for gone in clients:
+            rest = OneRound({k: r for k, r in clients.items() if k != gone}, facts, round=both.round)
+            algorithm.round(rest, state)  # type: ignore[arg-type]
+            for part, bound in both.bounds.items():
+                moved = float(torch.linalg.vector_norm(both.sums[part] - rest.sums[part])) / bound
+                farthest[part] = max(farthest.get(part, 0.0), moved)
+    assert max(farthest.values()) <= 1 + 1e-9, farthest
+    assert all(value > 0.5 for value in farthest.values()), farthest  # the bounds are needed: no empty test
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_all_of_one_draw_is_one_event(name: str) -> None:
+    """By hand, and against the wrong way of pricing every sum by itself, which comes out too cheap."""
+    algorithm, facts = ALGORITHMS[name](rounds=100, sample_rate=0.1), facts_of(draw_clients(0))
+    (mechanism,) = algorithm.releases(Terms(facts, None, 1.5))
+    assert isinstance(mechanism, CohortSums)
+    z = [part.noise_multiplier for part in mechanism.parts]
+    together = 1 / math.sqrt(sum(each**-2 for each in z))
+    assert isinstance(mechanism.event, PoissonSampledDpEvent) and mechanism.event.sampling_probability == 0.1
+    assert mechanism.event.event.noise_multiplier == pytest.approx(together, rel=1e-12)
+    assert together < 1.5 and len(z) >= 2
+    right, wrong = PLDAccountant(), PLDAccountant()
+    right.compose(PoissonSampledDpEvent(0.1, GaussianDpEvent(together)), 100)
+    for each in z:
+        wrong.compose(PoissonSampledDpEvent(0.1, GaussianDpEvent(each)), 100)
+    assert wrong.get_epsilon(1e-3) < right.get_epsilon(1e-3)
+
+
+def values(name: str, **more: Any) -> dict[str, Any]:
+    return {
+        "data": {"dataset": "digits", "split": {"kind": "power-law", "clients": 12}},
+        "model": {"name": "logistic"},
+        "algorithm": {"name": name, "rounds": 4, "sample_rate": 0.5, **more},
+        "privacy": {"epsilon": 4.0, "delta": 1e-3},
+        "engine": {"workers": 1},
+    }
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_the_posted_epsilon_is_that_of_the_ledger_by_an_accountant_of_its_own(name: str, tmp_path: Any) -> None:
+    """With weights by size. The noise is solved for epsilon 4; dp-accounting prices the event that was posted."""
+    plan = make_plan(make_config(values(name, size_cap=60)))
+    result = run_plan(plan, runs=tmp_path)
+    (mechanism,) = plan.releases[-1]
+    assert isinstance(mechanism, CohortSums)
+    z = 1 / math.sqrt(sum(part.noise_multiplier**-2 for part in mechanism.parts))
+    account = PLDAccountant(value_discretization_interval=1e-3)
+    account.compose(PoissonSampledDpEvent(0.5, GaussianDpEvent(z)), 4)
+    assert result.statement.epsilon_spent == pytest.approx(account.get_epsilon(1e-3), rel=5e-3)
+    assert 3.9 < result.statement.epsilon <= 4.0
+
+
+# ---- plain cases -----------------------------------------------------------------------------------
+
+
+def after_one_round(algorithm: Any, clients: Mapping[int, Records], **state: Any) -> Tensor:
+    session = OneRound(clients, facts_of(clients, state.pop("clip_norm", 1.0)))
+    return algorithm.round(session, replace(algorithm.start(session), **state)).model
+
+
+PLAIN: dict[str, Any] = {"rounds": 10, "sample_rate": 1.0, "learning_rate": 0.1, "clip": "fixed"}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        RootLoss(**PLAIN, loss_scale=1e-9),  # everybody weighs 1
+        QFedAvg(**PLAIN, fairness_power=0.0),
+        FairFedAvg(**PLAIN),  # nothing has been released yet: the mean loss is 1, and alpha out of reach
+        LossSplit(**PLAIN),  # all train the first model
+    ],
+    ids=lambda algorithm: algorithm.name,
+)
+@pytest.mark.parametrize("clip_norm", [0.05, math.inf])
+def test_in_the_plain_case_all_are_fedavg(algorithm: Any, clip_norm: float) -> None:
+    clients = draw_clients(3, scale=1.0)
+    if isinstance(algorithm, FairFedAvg):
+        algorithm = algorithm.model_copy(update={"alpha": 1e6})
+    found = after_one_round(algorithm, clients, clip_norm=clip_norm)
+    expected = after_one_round(FedAvg(**PLAIN), clients, clip_norm=clip_norm)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_fairfed_without_beta_weighs_by_size() -> None:
+    clients = draw_clients(4, scale=1.0)
+    largest = max(len(r) for r in clients.values())
+    found = after_one_round(FairFed(**PLAIN, beta=0.0, largest_weight=10.0), clients)
+    expected = after_one_round(FedAvg(**PLAIN, size_cap=largest), clients)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_fedavg_is_the_mean_of_clipped_updates_by_autograd() -> None:
+    """One full-batch step of each client, written out."""
+    clients = draw_clients(5, scale=1.0)
+    session = OneRound(clients, facts_of(clients, 0.02))
+    algorithm = FedAvg(**PLAIN, batch_size=100)
+    start = session.initial_model()
+    clipped = []
+    for records in clients.values():
+        weights = start.clone().requires_grad_()
+        loss = session.model.losses(session.model.unflatten(weights), records.x, records.y).mean()
+        (gradient,) = torch.autograd.grad(loss, weights)
+        update = -0.1 * gradient
+        clipped.append(update * min(1.0, 0.02 / float(update.norm())))
+    found = algorithm.round(session, algorithm.start(session)).model  # type: ignore[arg-type]
+    torch.testing.assert_close(found, start + torch.stack(clipped).mean(dim=0), atol=1e-6, rtol=1e-4)
+
+
+def test_q_fedavg_is_the_paper_without_bounds() -> None:
+    """w - sum D / sum h, from full-batch gradients by autograd; a step of plain SGD makes G the gradient."""
+    clients, q = draw_clients(6, scale=1.0), 2.0
+    session = OneRound(clients, facts_of(clients, 2.0))
+    algorithm = QFedAvg(
+        **PLAIN, batch_size=100, fairness_power=q, least_loss=1e-9, largest_loss=5.0
+    )  # bounds that bind nobody
+    start = session.initial_model()
+    top, bottom = torch.zeros_like(start), 0.0
+    for records in clients.values():
+        weights = start.clone().requires_grad_()
+        loss = session.model.losses(session.model.unflatten(weights), records.x, records.y).mean()
+        (gradient,) = torch.autograd.grad(loss, weights)
+        F = float(loss.detach())
+        top += F**q * gradient
+        bottom += q * F ** (q - 1) * float(gradient.norm()) ** 2 + F**q / 0.1
+    found = algorithm.round(session, algorithm.start(session)).model  # type: ignore[arg-type]
+    torch.testing.assert_close(found, start - top / bottom, atol=1e-5, rtol=1e-3)
+
+
+def test_fair_clips_favour_who_is_worse_off() -> None:
+    """Two kinds of clients; the released mean loss lies between theirs. Who is above it keeps its whole update."""
+    clients = draw_clients(7, count=8, scale=1.0)
+    session = OneRound(clients, facts_of(clients, 0.05))
+    fair, plain = FairFedAvg(**PLAIN, alpha=0.0), FedAvg(**PLAIN)
+    losses = {}
+    for k, records in clients.items():
+        weights = session.initial_model()
+        losses[k] = float(session.model.losses(session.model.unflatten(weights), records.x, records.y).mean())
+    mean = float(np.median(list(losses.values())))
+    kept = {}
+    for k, records in clients.items():
+        pair = []
+        for algorithm in (fair, plain):
+            alone = OneRound({k: records}, session.facts)
+            algorithm.round(alone, replace(algorithm.start(alone), loss=mean))  # type: ignore[arg-type,attr-defined]
+            pair.append(float(alone.sums["update"].norm()))
+        kept[k] = pair[0] / pair[1]
+    better = [kept[k] for k in clients if losses[k] < mean]
+    worse = [kept[k] for k in clients if losses[k] > mean]
+    assert min(worse) == pytest.approx(1.0, abs=1e-6)
+    assert max(better) < 1 and min(better) >= 0.0999
+
+
+def test_the_clipping_value_finds_the_quantile() -> None:
+    """Updates of known norms 1..100 and no noise: C settles between the 70th and the 71st, whatever it began with."""
+    algorithm = FedAvg(rounds=10, sample_rate=1.0, quantile=0.7)
+    facts = Facts(np.ones(100, int), np.zeros(100, int), (1,), 2, 1, 1.0)
+    for start in (0.01, 1e4):
+        state = Tracked(torch.zeros(1), start, 0.0)
+        for _ in range(2000):
+            within = sum(0.5 if norm <= state.clip else -0.5 for norm in range(1, 101))
+            clip, loss = algorithm.followed(facts, state, {"within": torch.tensor([within])})
+            state = replace(state, clip=clip, loss=loss)
+        # within half a step of exp(rate / 100) around the jump
+        assert 70 * math.exp(-CLIP_RATE / 100) <= state.clip <= 71 * math.exp(CLIP_RATE / 100)
+
+
+def test_the_mean_loss_is_followed() -> None:
+    algorithm = FairFed(rounds=10, sample_rate=1.0)
+    facts = Facts(np.ones(10, int), np.zeros(10, int), (1,), 2, 1, 1.0)
+    state = Tracked(torch.zeros(1), 1.0, 5.0)
+    for _ in range(100):  # every client has loss 2: the increments are clipped to B = 1
+        increments = 10 * max(-1.0, min(1.0, 2.0 - state.loss))
+        state = replace(state, loss=algorithm.followed(facts, state, {"loss": torch.tensor([increments])})[1])
+    assert state.loss == pytest.approx(2.0, abs=1e-6)
+
+
+def test_loss_split_separates_two_kinds_of_clients(tmp_path: Any) -> None:
+    """Half of the digits are turned: without noise each half ends with a model of its own."""
+    given = values("loss-split", rounds=60, sample_rate=1.0, learning_rate=0.5, margin=0.05)
+    given["algorithm"]["rounds"] = 60
+    given["data"]["split"] = {"kind": "rotate", "degrees": [0, 180], "clients": [8, 4]}
+    given["privacy"] = {"noise_multiplier": 0.0, "clip_norm": 1.0, "delta": 1e-3}
+    split = run_plan(make_plan(make_config(given)), runs=tmp_path).metrics["accuracy"]
+    given["algorithm"] = {k: v for k, v in given["algorithm"].items() if k != "margin"} | {"name": "fedavg"}
+    one = run_plan(make_plan(make_config(given)), runs=tmp_path).metrics["accuracy"]
+    assert split.by_group[split.worst_group] > one.by_group[one.worst_group] + 0.03
+
+
+# ---- as it was published ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_form_claims_nothing(name: str, tmp_path: Any) -> None:
+    given = values(name, faithful=True)
+    given["privacy"] = {"noise_multiplier": 1.0, "delta": 1e-3}
+    plan = make_plan(make_config(given))
+    (mechanism,) = plan.releases[-1]
+    assert mechanism.event == NonPrivateDpEvent() and from_canonical(canonical(mechanism)) == mechanism
+    result = run_plan(plan, runs=tmp_path)
+    assert math.isinf(result.statement.epsilon)
+    assert "NONE" in result.statement.sentence()
+
+
+def test_the_published_baseline_clips_at_the_median() -> None:
+    """p_k/q g_k min(1, median/|g_k|), written out."""
+    clients = draw_clients(8, count=5, scale=1.0)
+    session = OneRound(clients, facts_of(clients))
+    algorithm = FedAvg(**PLAIN | {"sample_rate": 0.5}, faithful=True)
+    alone = {}
+    for k, records in clients.items():
+        one = OneRound({k: records}, facts_of(clients))
+        FedAvg(**PLAIN).round(one, replace(algorithm.start(one), clip=1e6))  # type: ignore[arg-type]
+        alone[k] = one.sums["update"] * 1e6
+    median = float(np.median([float(update.norm()) for update in alone.values()]))
+    n = sum(len(r) for r in clients.values())
+    parts = [
+        len(clients[k]) / n / 0.5 * update * min(1.0, median / float(update.norm())) for k, update in alone.items()
+    ]
+    start = session.initial_model()
+    found = algorithm.round(session, algorithm.start(session)).model  # type: ignore[arg-type]
+    torch.testing.assert_close(found, start + torch.stack(parts).sum(dim=0).float(), atol=1e-6, rtol=1e-4)
+
+
+@dataclass(frozen=True)
+class Excess:
+    """How far neighbours of the published form lie apart, over what its proof allows."""
+
+    moved: float  # |sum - sum'| over max C_k of the smaller cohort
+    scale: float  # ratio of the two noises
+
+
+def excess(clients: Mapping[int, Records], algorithm: FairFedAvg) -> Excess:
+    facts = facts_of(clients)
+    both = OneRound(clients, facts)
+    algorithm.round(both, algorithm.start(both))  # type: ignore[arg-type]
+    moved, scale = 0.0, 1.0
+    for gone in clients:
+        rest = OneRound({k: r for k, r in clients.items() if k != gone}, facts)
+        algorithm.round(rest, algorithm.start(rest))  # type: ignore[arg-type]
+        stated = min(float(both.sums["clip"]), float(rest.sums["clip"]))
+        moved = max(moved, float(torch.linalg.vector_norm(both.sums["update"] - rest.sums["update"])) / stated)
+        scale = max(scale, float(both.sums["clip"]) / float(rest.sums["clip"]))
+    return Excess(moved, scale)
+
+
+def test_the_published_form_exceeds_the_sensitivity_that_it_states() -> None:
+    """The same leave-one-out test as above: it fails, by the weights p_k/q and by the noise, which tells of norms."""
+    algorithm = FairFedAvg(rounds=10, sample_rate=0.1, learning_rate=0.1, alpha=2.0, clip_rate=1e-4, faithful=True)
+    found = [excess(draw_clients(seed, count=10), algorithm) for seed in range(25)]
+    assert max(one.moved for one in found) > 1.5  # the proof says 1
+    assert max(one.scale for one in found) > 2  # one client more or less: other noise for all parameters
+
+
+def test_arrival_order_changes_nothing_in_the_published_form() -> None:
+    by = MultiplierClipped(12, 0.5, 1.0)
+    random = torch.Generator().manual_seed(0)
+    shares = []
+    for k in range(6):
+        sent = {"update": torch.randn(12, generator=random), "weight": torch.tensor(0.2), "loss": torch.tensor(1.0 + k)}
+        shares.append(by.share(sent, None)[0])  # type: ignore[arg-type]
+    found = []
+    for order in (range(6), reversed(range(6))):
+        exact = by.zero()
+        for k in order:
+            by.add(exact, shares[k])
+        found.append(by.finish(exact, Stream(3), 0)[0]["update"])
+    assert torch.equal(*found)
