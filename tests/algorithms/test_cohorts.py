@@ -28,6 +28,7 @@ from fairveil.models import Model, ModelSpec
 from fairveil.plan import make_plan
 from fairveil.privacy.faithful import MedianClipped, MultiplierClipped
 from fairveil.privacy.mechanisms import CohortSums, canonical, from_canonical
+from fairveil.privacy.multipliers import Multipliers
 from fairveil.privacy.release import MINT
 from fairveil.run import run_plan
 from fairveil.session import Cohort, Facts, Member, Terms
@@ -379,7 +380,7 @@ def test_the_published_form_exceeds_the_sensitivity_that_it_states() -> None:
 
 
 def test_arrival_order_changes_nothing_in_the_published_form() -> None:
-    by = MultiplierClipped(12, 0.5, 1.0)
+    by = MultiplierClipped(12, 0.5, 1.0, method=Multipliers(0.1, 2.0, 0.0, 0.0, 30.0, 1e-4, 0.005, 5))
     random = torch.Generator().manual_seed(0)
     shares = []
     for k in range(6):

@@ -27,7 +27,8 @@ POLICY: dict[str, Any] = {
     "epsilon": 20.0, "delta": 1e-2, "trust": "server",
     "tasks": [
         "local_update", "choose_model", "release_moments", "evaluate", "bounded_update", "share_moments",
-        "personal_update", "train_teacher", "teacher_votes", "neighbour_votes",
+        "personal_update", "train_teacher", "teacher_votes", "neighbour_votes", "weighed_update", "follow_loss",
+        "root_weighed_update", "powered_update", "fairly_clipped_update", "split_update",
     ],
     "smallest_noise": 0.05, "largest_clip": 10.0, "open_choice": True,
 }  # fmt: skip

@@ -20,7 +20,7 @@ METHOD = Multipliers(
 
 
 class Problem:
-    """Random clients, and the Lagrangian (16) with the penalty of the modified method, written down as it is printed."""
+    """Random clients, and the Lagrangian (16) with the penalty of the modified method, as it is printed."""
 
     def __init__(self, seed: int, clients: int = 7, length: int = 40) -> None:
         random = torch.Generator().manual_seed(seed)
@@ -113,11 +113,12 @@ def test_parts_of_the_gram_matrix_add_up_to_the_whole() -> None:
 MEMORY = """
 import resource, torch
 from fairveil.privacy.faithful import MultiplierClipped
+from fairveil.privacy.multipliers import Multipliers
 from fairveil.privacy.release import MINT, Share
 from fairveil.streams import Stream
 torch.set_num_threads(1)
 clients, length = 100, 200_000
-by = MultiplierClipped(length, 0.5, 1.0)
+by = MultiplierClipped(length, 0.5, 1.0, method=Multipliers(0.1, 2.0, 0.0, 0.0, 30.0, 1e-4, 0.005, 5))
 random = torch.Generator().manual_seed(0)
 exact = by.zero()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

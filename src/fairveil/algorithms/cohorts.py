@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -28,9 +28,11 @@ from fairveil.session import Facts, Member, Pick, Session, Task, Terms
 from fairveil.tasks import descent, mean_loss
 
 S = TypeVar("S")
-TRAINED = {"model": Array(("p",)), "learning_rate": float, "local_epochs": Count(), "batch_size": Count()}
-# what a task of these systems takes besides; see `BoundedTraining.inputs`
-WEIGHED = {**TRAINED, "clip": float, "size_cap": int, "mean_loss": float}
+# what every task of these systems takes; see `BoundedTraining.inputs`
+WEIGHED: dict[str, Any] = {
+    "model": Array(("p",)), "learning_rate": float, "local_epochs": Count(), "batch_size": Count(), "clip": float,
+    "size_cap": int, "mean_loss": float,
+}  # fmt: skip
 LARGEST_SIZE = 1 << 30  # a cap on sizes that caps none
 LOSS_RATE = 0.3  # how fast the mean loss follows what a cohort says
 CLIP_RATE = 0.2  # how fast the clipping value follows the quantile, as Andrew et al. recommend

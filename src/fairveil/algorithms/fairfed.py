@@ -14,12 +14,13 @@ the weights are divided by their sum; nothing is claimed then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, cast
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fairveil.algorithms.cohorts import WEIGHED, PublishedTraining, Tracked, serve_one, shared, trained
 from fairveil.privacy.faithful import MedianClipped
@@ -49,18 +50,16 @@ class FairFed(PublishedTraining[Tracked]):
             session, follow_loss, state, beta=self.beta, largest_weight=self.largest_weight, mean_size=mean_size
         )
         step = self.server_learning_rate * self.step(session.facts, state) * noisy["update"]
-        following = Tracked(state.model + step, *self.followed(session.facts, state, noisy))
-        return self._exact_mean(following, noisy) if self.faithful else following
+        return Tracked(state.model + step, *self.followed(session.facts, state, noisy))
 
     def step(self, facts: Facts, state: Tracked) -> float:
         return super().step(facts, state) * (1.0 if self.faithful else self.largest_weight)
 
-    def followed(self, facts: Facts, state: Tracked, noisy: dict[str, torch.Tensor]) -> tuple[float, float]:  # type: ignore[override]
-        return (state.clip, state.loss) if self.faithful else super().followed(facts, state, noisy)
-
-    def _exact_mean(self, state: Tracked, noisy: dict[str, torch.Tensor]) -> Tracked:
+    def followed(self, facts: Facts, state: Tracked, noisy: Mapping[str, Tensor]) -> tuple[float, float]:
+        if not self.faithful:
+            return super().followed(facts, state, noisy)
         drawn = float(noisy["one"])
-        return replace(state, loss=float(noisy["loss"]) / drawn) if drawn else state
+        return state.clip, float(noisy["loss"]) / drawn if drawn else state.loss  # exactly
 
     def serve(self, facts: Facts, state: Tracked) -> Pick:
         return serve_one(facts, state)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -75,7 +75,7 @@ class MedianClipped:
 
     def share(self, values: Mapping[str, Tensor], client: Client) -> tuple[Share, dict[str, float]]:
         """One client's contribution as it is; of one that is not finite, zeros."""
-        wanted = {"update": (self.length,), "weight": (), **{name: () for name in self.others}}
+        wanted = {"update": (self.length,), "weight": (), **dict.fromkeys(self.others, ())}
         if {name: tuple(value.shape) for name, value in values.items()} != wanted:
             raise TypeError(f"shares {sorted(values)} given, {sorted(wanted)} planned")
         finite = all(bool(value.isfinite().all()) for value in values.values())
@@ -141,7 +141,7 @@ class MultiplierClipped(MedianClipped):
     """
 
     others: tuple[str, ...] = ("loss",)
-    method: Multipliers = Multipliers(0.1, 2.0, 0.0, 0.0, 30.0, 1e-4, 0.005, 5)
+    method: Multipliers = field(kw_only=True)
 
     def describe(self) -> str:
         return (
@@ -169,4 +169,4 @@ class MultiplierClipped(MedianClipped):
     def _rated(self, norms: Tensor) -> Multipliers:
         """With the rate of the paper: no more than the square of the smallest norm, or 1/|g| would run away."""
         rate = min(self.method.clip_rate, float(norms.min()) ** 2)
-        return Multipliers(**{**vars(self.method), "clip_rate": rate})
+        return replace(self.method, clip_rate=rate)
