@@ -26,7 +26,7 @@ SPLIT = {"kind": "rotate", "degrees": [0, 90], "clients": [2, 1]}
 POLICY: dict[str, Any] = {
     "epsilon": 20.0, "delta": 1e-2, "trust": "server",
     "tasks": [
-        "local_update", "choose_model", "release_moments", "evaluate", "bounded_update", "share_moments",
+        "local_update", "fair_update", "choose_model", "release_moments", "evaluate", "bounded_update", "share_moments",
         "personal_update", "train_teacher", "teacher_votes", "neighbour_votes",
     ],
     "smallest_noise": 0.05, "largest_clip": 10.0, "open_choice": True,

@@ -7,6 +7,7 @@ from typing import Any
 from fairveil.algorithms.base import Algorithm
 from fairveil.algorithms.dp_fedavg import DPFedAvg
 from fairveil.algorithms.dp_fedsgd import DPFedSGD
+from fairveil.algorithms.fedfdp import FedFDP
 from fairveil.algorithms.global_ import Global
 from fairveil.algorithms.ifca import IFCA
 from fairveil.algorithms.km_cdpfl import KMCDPFL
@@ -27,6 +28,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
     for cls in (
         DPFedAvg,
         DPFedSGD,
+        FedFDP,
         Global,
         IFCA,
         KMCDPFL,
