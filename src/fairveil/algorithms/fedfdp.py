@@ -1,14 +1,14 @@
 """`fedfdp`: one model for all clients; records that fare worse than the mean weigh more, before they are clipped.
 
 Ling, Fu, Chen, Wang, Li, Cheng, Xu and Li, "FedFDP: Federated Learning with Fairness and Differential Privacy" (2024).
-To the loss is added a penalty for unfairness, lambda/2 sum_i (F_i(w) - F(w))^2. That multiplies the gradient of a record
-with loss l by 1 + lambda (l - F), and the product is clipped ("fair clipping").
+To the loss is added a penalty for unfairness, lambda/2 sum_i (F_i(w) - F(w))^2. That multiplies the gradient of a
+record with loss l by 1 + lambda (l - F), and the product is clipped ("fair clipping").
 Privacy unit: one record of a client. Trust: nobody.
 
 F is the mean loss that the clients released in the round before, with noise; in round 1 there is none, and all records
 weigh the same. The losses are summed over the batches of the gradients, so both are one event: see `FairTraining`.
 Here l is bounded by B in the coefficient as well, and the coefficient is not below 0: nobody's loss is to be increased.
-B is a constant; the paper adapts it, by what it does not say the price of.
+B is a constant here; the paper adapts it.
 """
 
 from __future__ import annotations
