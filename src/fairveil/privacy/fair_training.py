@@ -44,6 +44,9 @@ class FairTraining:
     loss: Part  # B and z_l
 
     def __post_init__(self) -> None:
+        # these very types: what is derived from them, or looks like them in a text, has another price
+        if type(self.training) is not NoisyTraining or type(self.loss) is not Part:
+            raise TypeError(f"{self} makes no sense")
         one_number = (self.loss.name, self.loss.shape) == ("loss", ())
         bounded = 0 < self.loss.bound < math.inf and 0 <= self.loss.noise_multiplier < math.inf
         if not (one_number and bounded and self.training.copies == 1):
