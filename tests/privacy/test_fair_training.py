@@ -257,7 +257,7 @@ def test_clients_do_not_depend_on_each_other() -> None:
 
 
 def test_noise_has_the_deviation_that_is_priced() -> None:
-    """No records: 400 releases of two steps. The loss has deviation z_l B / (b sqrt(steps)); chi-square, 1e-6 alarms."""
+    """No records: 400 releases of two steps. The loss has deviation z_l B / (b sqrt(steps)), within 5 errors."""
     spec = MODELS["logistic"]
     model, none = spec.build(), records(spec, 0, 0)
     mechanism = fair(0.5, 2, clip=0.7, z=1.5, z_l=4.0, batch=8.0)

@@ -1,8 +1,8 @@
 """`fedfdp`: one model for all clients; records that fare worse than the mean weigh more, before they are clipped.
 
 Ling, Fu, Chen, Wang, Li, Cheng, Xu and Li, "FedFDP: Federated Learning with Fairness and Differential Privacy" (2024,
-arXiv 2402.16028). To the loss is added a penalty for unfairness, lambda/2 sum_i (F_i(w) - F(w))^2. That multiplies the gradient of a
-record with loss l by 1 + lambda (l - F), and the product is clipped ("fair clipping").
+arXiv 2402.16028). To the loss is added a penalty for unfairness, lambda/2 sum_i (F_i(w) - F(w))^2. That multiplies the
+gradient of a record with loss l by 1 + lambda (l - F), and the product is clipped ("fair clipping").
 Privacy unit: one record of a client. Trust: nobody.
 
 F is the mean loss that the clients released in the round before, with noise; in round 1 there is none, and all records
