@@ -130,8 +130,8 @@ def test_a_record_moves_each_sum_by_at_most_its_bound(
 def test_rounding_of_losses_does_not_break_the_bound() -> None:
     """A hundred large gradients whose coefficients nearly vanish: there the last bits of a loss weigh most.
 
-    Linear regression, |x| = 1e4 and errors of about 1: losses of 1/2, and F such that the coefficients are 5e-5. In
-    float32, losses are off by 1e-7 or so, which moves such a record by 1e-3, and all of them by a tenth of the bound.
+    Linear regression, |x| = 1e4 and errors of about 1: losses of 1/2, and F such that the coefficients are 5e-5. Losses
+    in float32 are off by 1e-7 or so. That moves such a record by up to 1e-3; with them the rest moved by 3e-3 here.
     """
     model, random = MODELS["linear"].build(), np.random.default_rng(0)
     x = random.standard_normal((100, 40))

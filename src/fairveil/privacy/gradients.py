@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -103,10 +103,8 @@ def clipped_sums(
     for client, rows in enumerate(drawn):
         count, own = rows.shape[0], None if coefficients is None else coefficients[client]
         if count > at_once:
-            for first in range(0, count, at_once):
-                some = slice(first, first + at_once)
-                part = rows[some]
-                calls[path.padded(part.shape[0]), True].append((client, part, None if own is None else own[some]))
+            for part in _split(client, rows, own, at_once):
+                calls[path.padded(part[1].shape[0]), True].append(part)
         elif count:
             calls[path.padded(count), False].append((client, rows, own))
     groups = []
@@ -126,6 +124,13 @@ def clipped_sums(
             clipped[client] += sums.clipped[row]
             not_finite[client] += sums.not_finite[row]
     return ClippedSums(total, clipped, not_finite)
+
+
+def _split(client: int, rows: Tensor, own: Tensor | None, at_once: int) -> Iterator[_Part]:
+    """The micro-batches of a long batch, each with its coefficients if there are any."""
+    for first in range(0, len(rows), at_once):
+        some = slice(first, first + at_once)
+        yield client, rows[some], None if own is None else own[some]
 
 
 def _called(
