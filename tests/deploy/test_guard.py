@@ -162,7 +162,7 @@ def is_refused(answer: Envelope, server: Server, why: str) -> None:
         (PrivateChoice(50.0, "add-remove"), "allows 20"),
         (CohortSums((Part("update", (PARAMETERS,), 1.0, 1.0),), 1.0), "does not go with privacy of each record"),
         (FairTraining(TRAINING, Part("loss", (), 3.0, 0.04)), "noise multiplier of 0.04"),
-        (FairTraining(replace(TRAINING, noise_multiplier=0.04), Part("loss", (), 3.0, 6.0)), "noise multiplier of 0.04"),
+        (FairTraining(replace(TRAINING, noise_multiplier=0.04), Part("loss", (), 3.0, 6.0)), "multiplier of 0.04"),
         (FairTraining(TRAINING, Part("loss", (), 11.0, 6.0)), "bound of 11"),
         (changed(TRAINING, noise_multiplier="nan"), "not known"),
         (changed(TRAINING, noise_multiplier="inf"), "not known"),
