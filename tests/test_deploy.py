@@ -143,8 +143,9 @@ def test_what_a_client_edits_is_toml_with_every_key(client: Path) -> None:
     policy = tomllib.loads((client / "policy.toml").read_text())
     assert policy == {
         "epsilon": 4.0, "delta": 1e-4, "adjacency": "add-remove", "trust": "nobody",
-        "tasks": ["local_update", "choose_model", "personal_update", "release_moments"], "smallest_noise": 0.2,
-        "open_choice": False, "largest_clip": 10.0, "largest_message": 100_000_000, "sizes": "rounded", "plugins": [],
+        "tasks": ["local_update", "fair_update", "choose_model", "personal_update", "release_moments"],
+        "smallest_noise": 0.2, "open_choice": False, "largest_clip": 10.0, "largest_message": 100_000_000,
+        "sizes": "rounded", "plugins": [],
     }  # fmt: skip
 
 

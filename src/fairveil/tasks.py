@@ -15,6 +15,7 @@ from fairveil.data.federation import Records
 from fairveil.errors import UserError
 from fairveil.models import Model
 from fairveil.privacy.choice import PrivateChoice
+from fairveil.privacy.fair_training import FairTraining, train_fairly
 from fairveil.privacy.gradients import clipped_sums, path_of
 from fairveil.privacy.mechanisms import CohortSums
 from fairveil.privacy.metric import Sanitiser, sanitised
@@ -33,6 +34,13 @@ EVALUATED = 500  # test records that are scored at once
 def local_update(members: Sequence[Member]) -> list[Reply]:
     """Each client trains the input "model" under its own mechanism and releases the update (record level)."""
     trained = train([cast(NoisyTraining, member.mechanism) for member in members], members)
+    return [Reply(release, diagnostics=diagnostics) for release, diagnostics in trained]
+
+
+@deployable(by=FairTraining, model=Array(("p",)), learning_rate=float, penalty=float, global_loss=float)
+def fair_update(members: Sequence[Member]) -> list[Reply]:
+    """Each client trains the input "model" with fair clipping, and releases the update and its mean loss."""
+    trained = train_fairly([cast(FairTraining, member.mechanism) for member in members], members)
     return [Reply(release, diagnostics=diagnostics) for release, diagnostics in trained]
 
 

@@ -26,7 +26,7 @@ SPLIT = {"kind": "rotate", "degrees": [0, 90], "clients": [2, 1]}
 POLICY: dict[str, Any] = {
     "epsilon": 20.0, "delta": 1e-2, "trust": "server",
     "tasks": [
-        "local_update", "choose_model", "release_moments", "evaluate", "bounded_update", "share_moments",
+        "local_update", "fair_update", "choose_model", "release_moments", "evaluate", "bounded_update", "share_moments",
         "personal_update", "train_teacher", "teacher_votes", "neighbour_votes", "weighed_update", "follow_loss",
         "root_weighed_update", "powered_update", "fairly_clipped_update", "split_update",
     ],

@@ -30,6 +30,7 @@ from fairveil.guard import Guard, Policy, Proposal, status
 from fairveil.models import ModelSpec
 from fairveil.privacy.accounting import price
 from fairveil.privacy.choice import PrivateChoice
+from fairveil.privacy.fair_training import FairTraining
 from fairveil.privacy.gradients import clipped_sums
 from fairveil.privacy.ledger import Ledger
 from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, canonical
@@ -160,6 +161,9 @@ def is_refused(answer: Envelope, server: Server, why: str) -> None:
         (PrivateChoice(1.0, "replace"), "neighbours"),
         (PrivateChoice(50.0, "add-remove"), "allows 20"),
         (CohortSums((Part("update", (PARAMETERS,), 1.0, 1.0),), 1.0), "does not go with privacy of each record"),
+        (FairTraining(TRAINING, Part("loss", (), 3.0, 0.04)), "noise multiplier of 0.04"),
+        (FairTraining(replace(TRAINING, noise_multiplier=0.04), Part("loss", (), 3.0, 6.0)), "multiplier of 0.04"),
+        (FairTraining(TRAINING, Part("loss", (), 11.0, 6.0)), "bound of 11"),
         (changed(TRAINING, noise_multiplier="nan"), "not known"),
         (changed(TRAINING, noise_multiplier="inf"), "not known"),
         (changed(TRAINING, clip_norm="-0x1.0000000000000p+0"), "not known"),

@@ -10,6 +10,7 @@ from fairveil.algorithms.dp_fedsgd import DPFedSGD
 from fairveil.algorithms.fair_fedavg import FairFedAvg
 from fairveil.algorithms.fairfed import FairFed
 from fairveil.algorithms.fedavg import FedAvg
+from fairveil.algorithms.fedfdp import FedFDP
 from fairveil.algorithms.global_ import Global
 from fairveil.algorithms.ifca import IFCA
 from fairveil.algorithms.km_cdpfl import KMCDPFL
@@ -36,6 +37,7 @@ ALGORITHMS: dict[str, type[Algorithm[Any]]] = {
         FairFed,
         FairFedAvg,
         FedAvg,
+        FedFDP,
         Global,
         IFCA,
         KMCDPFL,

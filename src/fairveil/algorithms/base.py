@@ -162,6 +162,11 @@ class LocalTraining(Algorithm[S]):
             return Counter()
         return Counter({self.training(terms): self.rounds})
 
+    def rate(self, session: Session) -> float:
+        """Eta in this round."""
+        left = 1 - (session.round - 1) / self.rounds if self.decay == "linear" else 1.0
+        return self.learning_rate * left
+
     def updates(
         self, session: Session, models: Tensor | Pick, training: Callable[[Terms], NoisyTraining] | None = None,
         **inputs: Plain,
@@ -172,8 +177,7 @@ class LocalTraining(Algorithm[S]):
             training: other than the usual round.
             inputs: what else the training takes, the same for all.
         """
-        left = 1 - (session.round - 1) / self.rounds if self.decay == "linear" else 1.0
-        shared: dict[str, Plain] = {"learning_rate": self.learning_rate * left, **inputs}
+        shared: dict[str, Plain] = {"learning_rate": self.rate(session), **inputs}
         each = {}
         if isinstance(models, Pick):
             each["model"] = models

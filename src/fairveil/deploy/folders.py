@@ -47,7 +47,7 @@ trust = "nobody"                # or "server": bounded shares without noise may 
 # what may be computed; with trust = "server" also "bounded_update", "share_moments", for votes "neighbour_votes", or
 # "train_teacher" and "teacher_votes"; for fair averages "weighed_update" (fedavg), "fairly_clipped_update" (fair-fedavg),
 # "root_weighed_update" (root-loss), "powered_update" (q-fedavg), "follow_loss" (fairfed), "split_update" (loss-split)
-tasks = ["local_update", "choose_model", "personal_update", "release_moments"]
+tasks = ["local_update", "fair_update", "choose_model", "personal_update", "release_moments"]
 smallest_noise = 0.2            # noise multiplier; of votes: standard deviation, in votes
 largest_clip = 10.0             # bound on what one record may contribute, and on a radius
 open_choice = false             # true: the choice among models that may be any distance apart may show, at no price

@@ -22,7 +22,8 @@ from fairveil.privacy.metric import Sanitiser
 from fairveil.privacy.votes import NeighbourVotes, NoisyVotes
 from fairveil.remote import Malformed
 
-TASKS = ["local_update", "choose_model", "personal_update", "release_moments"]  # that need trust in nobody
+# that need trust in nobody
+TASKS = ["local_update", "fair_update", "choose_model", "personal_update", "release_moments"]
 BOUNDS = ("clip_norm", "bound", "radius")  # fields of mechanisms
 LEAST_BOUND = 1e-9  # far above the least numbers of float32, which are rounded by up to their own size
 

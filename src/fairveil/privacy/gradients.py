@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -78,9 +78,14 @@ class Path:
         return -(-length // self.grain) * self.grain
 
 
+# The client's number, the rows of a micro-batch of its batch, and their coefficients if there are any.
+_Part = tuple[int, Tensor, Tensor | None]
+
+
 def clipped_sums(
-    model: Model, weights: Tensor, records: Sequence[Records], drawn: Sequence[Tensor], clip_norm: float
-) -> ClippedSums:
+    model: Model, weights: Tensor, records: Sequence[Records], drawn: Sequence[Tensor], clip_norm: float,
+    coefficients: Sequence[Tensor] | None = None,
+) -> ClippedSums:  # fmt: skip
     """For each client the sum over its drawn records of clip(gradient of the record's loss, clip_norm).
 
     A record whose gradient is not finite contributes zero and is counted: it must not break the bound for the
@@ -90,17 +95,18 @@ def clipped_sums(
         weights: each client's flat parameters (clients, p).
         records: what each client holds.
         drawn: the rows of each client's batch; there may be none.
+        coefficients: by which each drawn record's gradient is multiplied before it is clipped, from 0 on; None: 1.
     """
     path = path_of(model)
     at_once = max(1, min(MICRO_BATCH, MICRO_NUMBERS // path.numbers))
-    calls: dict[tuple[int, bool], list[tuple[int, Tensor]]] = defaultdict(list)  # micro-batches that may share a call
+    calls: dict[tuple[int, bool], list[_Part]] = defaultdict(list)  # micro-batches that may share a call
     for client, rows in enumerate(drawn):
-        count = rows.shape[0]
+        count, own = rows.shape[0], None if coefficients is None else coefficients[client]
         if count > at_once:
-            for part in rows.split(at_once):
-                calls[path.padded(part.shape[0]), True].append((client, part))
+            for part in _split(client, rows, own, at_once):
+                calls[path.padded(part[1].shape[0]), True].append(part)
         elif count:
-            calls[path.padded(count), False].append((client, rows))
+            calls[path.padded(count), False].append((client, rows, own))
     groups = []
     for (length, long), parts in calls.items():
         many = max(1, MICRO_NUMBERS // (length * path.numbers)) if path.together else 1
@@ -111,7 +117,7 @@ def clipped_sums(
     total = torch.zeros_like(weights, dtype=torch.float64 if exact else weights.dtype)
     clipped, not_finite = torch.zeros(2, len(weights), dtype=torch.int64)
     for length, long, parts in groups:
-        clients = [client for client, _ in parts]
+        clients = [client for client, _, _ in parts]
         sums = _called(model, path, weights[clients], records, length, long, parts, clip_norm)
         for row, client in enumerate(clients):  # a client may be there twice
             total[client] += sums.total[row]
@@ -120,28 +126,48 @@ def clipped_sums(
     return ClippedSums(total, clipped, not_finite)
 
 
+def _split(client: int, rows: Tensor, own: Tensor | None, at_once: int) -> Iterator[_Part]:
+    """The micro-batches of a long batch, each with its coefficients if there are any."""
+    for first in range(0, len(rows), at_once):
+        some = slice(first, first + at_once)
+        yield client, rows[some], None if own is None else own[some]
+
+
 def _called(
     model: Model, path: Path, weights: Tensor, records: Sequence[Records], length: int, long: bool,
-    parts: Sequence[tuple[int, Tensor]], clip_norm: float,
+    parts: Sequence[_Part], clip_norm: float,
 ) -> ClippedSums:  # fmt: skip
-    """One call, for micro-batches (client, rows) of one padded length; weights are those of these clients.
+    """One call, for micro-batches of one padded length; weights are those of these clients.
 
     Args:
         long: each is one of several that are added up. Removing a record shifts the others from one to the next, and
             every sum is rounded anew, so these are float64.
     """
-    x, y, present = _gathered([(records[client], rows) for client, rows in parts], length)
+    x, y, present = _gathered([(records[client], rows) for client, rows, _ in parts], length)
     x, y = x.to(weights.device), y.to(weights.device)
     if path.book is None:
-        return _by_vmap(model, weights[0], x[0], y[0], clip_norm)
+        return _by_vmap(model, weights[0], x[0], y[0], clip_norm, parts[0][2])
     try:
-        return _by_book(model, path.book, weights, x, y, present, clip_norm, torch.float64 if long else weights.dtype)
+        return _by_book(
+            model, path.book, weights, x, y, present, clip_norm, torch.float64 if long else weights.dtype,
+            _padded([own for _, _, own in parts], length),
+        )  # fmt: skip
     except NoRule as obstacle:
         raise UserError(
             f"model.name = {shown(model.spec.name)} does with these records what it did not do with others.",
             f"There is no rule for {obstacle}; at the start, with a few random records, there was no need of one.",
             "a model of layers that treat each record apart, whatever is in it",
         ) from obstacle
+
+
+def _padded(coefficients: Sequence[Tensor | None], length: int) -> NDArray[np.float64] | float:
+    """The coefficients (clients, length) of micro-batches, zero where there is no record; 1: they have none."""
+    padded = np.zeros((len(coefficients), length))
+    for row, own in zip(padded, coefficients, strict=True):
+        if own is None:  # then of none
+            return 1.0
+        row[: len(own)] = own.cpu().numpy()
+    return padded
 
 
 def _gathered(parts: Sequence[tuple[Records, Tensor]], length: int) -> tuple[Tensor, Tensor, NDArray[np.bool_] | None]:
@@ -180,9 +206,12 @@ def _picked(several: Sequence[Records], index: NDArray[np.int64]) -> tuple[Tenso
 
 def _by_book(
     model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor, present: NDArray[np.bool_] | None,
-    clip_norm: float, dtype: torch.dtype,
+    clip_norm: float, dtype: torch.dtype, coefficient: NDArray[np.float64] | float = 1.0,
 ) -> ClippedSums:  # fmt: skip
-    """One call of the fast path: weights (clients, p), x (clients, length, ...); sums are made in this type."""
+    """One call of the fast path: weights (clients, p), x (clients, length, ...); sums are made in this type.
+
+    A gradient g with coefficient k becomes min(k, clip_norm / |g|) g: that is k g, clipped.
+    """
     gradients = _written(model, book, weights, x, y).gradients()
     # In numpy: a few hundred numbers take it less time than torch takes to begin.
     norm = _norms(gradients, math.prod(y.shape[:2])).reshape(y.shape[:2])
@@ -196,11 +225,11 @@ def _by_book(
     if present is not None:
         used = finite & present
     bounded = np.where(finite, norm, 1.0)  # infinity over infinity would be no number
-    factor = np.where(used, np.minimum(clip_norm * ROUNDING / bounded, 1.0), 0.0)
+    factor = np.where(used, np.minimum(clip_norm * ROUNDING / bounded, coefficient), 0.0)
     made = torch.empty_like if len(gradients) == len(model.names) else torch.zeros_like
     total = made(weights, dtype=dtype)
     _summed(model, gradients, torch.from_numpy(factor).to(weights.device, dtype), total)
-    clipped = ((norm > clip_norm) & used).sum(axis=1)
+    clipped = ((coefficient * bounded > clip_norm) & used).sum(axis=1)
     return ClippedSums(total, torch.from_numpy(clipped), torch.from_numpy(not_finite))
 
 
@@ -222,22 +251,28 @@ def _written(model: Model, book: Book, weights: Tensor, x: Tensor, y: Tensor) ->
     return book.write(model.unflatten(weights), x.flatten(0, 1), y.flatten(0, 1))
 
 
-def _by_vmap(model: Model, weights: Tensor, x: Tensor, y: Tensor, clip_norm: float) -> ClippedSums:
+def _by_vmap(
+    model: Model, weights: Tensor, x: Tensor, y: Tensor, clip_norm: float, coefficient: Tensor | None
+) -> ClippedSums:
     """The same by vmap, for one client; float64 throughout, since speed is lost anyway."""
-    return _clipped(record_gradients(model, weights, x, y), clip_norm)
+    return _clipped(record_gradients(model, weights, x, y), clip_norm, coefficient=coefficient)
 
 
-def _clipped(gradients: Tensor, clip_norm: float, extra: Tensor | None = None) -> ClippedSums:
-    """The sum of explicit gradients (n, p), each with what is added to it, clipped."""
+def _clipped(
+    gradients: Tensor, clip_norm: float, extra: Tensor | None = None, coefficient: Tensor | None = None
+) -> ClippedSums:
+    """The sum of explicit gradients (n, p), each with what is added to it, times its coefficient (n,), clipped."""
     if extra is not None:
         gradients = gradients + extra
     norm = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64)
     finite = torch.isfinite(norm)
-    factor = torch.where(finite, (clip_norm * ROUNDING / norm).clamp(max=1.0), 0.0)
+    most = torch.ones_like(norm) if coefficient is None else coefficient.to(norm)
+    factor = torch.where(finite, torch.minimum(clip_norm * ROUNDING / norm, most), 0.0)
     if not finite.all():
         gradients[~finite] = 0.0
     total = (factor @ gradients.to(torch.float64)).unsqueeze(0)
-    return ClippedSums(total, (norm[finite] > clip_norm).sum().view(1).cpu(), (~finite).sum().view(1).cpu())
+    clipped = (most * norm)[finite] > clip_norm
+    return ClippedSums(total, clipped.sum().view(1).cpu(), (~finite).sum().view(1).cpu())
 
 
 def objective_sum(
@@ -260,6 +295,39 @@ def objective_sum(
         part = _clipped(gradients, clip_norm, extra)
         total, clipped, not_finite = total + part.total, clipped + part.clipped, not_finite + part.not_finite
     return ClippedSums(total, clipped, not_finite)
+
+
+@torch.no_grad()
+def exact_losses(model: Model, weights: Tensor, records: Records, drawn: Tensor) -> Tensor:
+    """The loss of each drawn record (n,), computed in float64: its last bits depend on the records beside it.
+
+    What is multiplied by a function of a loss is moved by these bits. In float64 they are nothing; in float32 a large
+    gradient with a small coefficient could move by more than there is room for (ROUNDING).
+
+    Args:
+        weights: (p,).
+
+    Raises:
+        UserError: the model does not compute in float64.
+    """
+    fixed = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
+    parameters = {name: _double(value) for name, value in (fixed | model.unflatten(weights)).items()}
+    losses = [torch.zeros(0, dtype=torch.float64)]
+    for rows in drawn.split(MICRO_BATCH) if len(drawn) else ():
+        try:
+            own = model.losses(parameters, _double(records.x[rows]), _double(records.y[rows]))
+        except RuntimeError as error:
+            raise UserError(
+                f"model.name = {shown(model.spec.name)} does not compute in float64.",
+                f"Records are weighted by their losses, which must be precise: {str(error).splitlines()[0]}",
+                "a model that takes the type of its parameters and records, instead of asking for float32",
+            ) from error
+        losses.append(own.to(torch.float64))
+    return torch.cat(losses)
+
+
+def _double(value: Tensor) -> Tensor:
+    return value.to(torch.float64) if value.is_floating_point() else value
 
 
 def record_gradients(model: Model, weights: Tensor, x: Tensor, y: Tensor, copies: bool = False) -> Tensor:

@@ -104,14 +104,18 @@ def train(mechanisms: Sequence[NoisyTraining], clients: Sequence[Client]) -> lis
     Returns:
         For each the release of "update" (p,), and diagnostics that stay in the simulation.
     """
-    model = clients[0].model
-    path = path_of(model)
-    start = torch.stack([client.inputs["model"] for client in clients])
-    weights = start.clone()
-    runners = [_Runner(number, *pair) for number, pair in enumerate(zip(mechanisms, clients, strict=True))]
-    waiting: dict[tuple[int, float, int], list[_Runner]] = defaultdict(list)
+    return run([Runner(number, *pair) for number, pair in enumerate(zip(mechanisms, clients, strict=True))])
 
-    def draw(runner: _Runner) -> None:
+
+def run(runners: Sequence[Runner]) -> list[tuple[Release, dict[str, float]]]:
+    """All runners, which are numbered in their order, through all their steps."""
+    model = runners[0].client.model
+    path = path_of(model)
+    start = torch.stack([runner.client.inputs["model"] for runner in runners])
+    weights = start.clone()
+    waiting: dict[tuple[int, float, int], list[Runner]] = defaultdict(list)
+
+    def draw(runner: Runner) -> None:
         if runner.draw():
             alone = -1 if runner.plain else runner.number
             waiting[path.padded(len(runner.batch)), runner.mechanism.clip_norm, alone].append(runner)
@@ -122,7 +126,7 @@ def train(mechanisms: Sequence[NoisyTraining], clients: Sequence[Client]) -> lis
         ready = max(waiting, key=lambda length: len(waiting[length]))
         group = sorted(waiting.pop(ready), key=lambda runner: runner.number)
         rows = [runner.number for runner in group]
-        mine = weights if len(group) == len(clients) else weights[rows]
+        mine = weights if len(group) == len(runners) else weights[rows]
         records = [runner.client.data.train for runner in group]
         if group[0].plain:
             sums = clipped_sums(model, mine, records, [runner.batch for runner in group], ready[1])
@@ -138,7 +142,7 @@ def train(mechanisms: Sequence[NoisyTraining], clients: Sequence[Client]) -> lis
     return [runner.released(update) for runner, update in zip(runners, updates, strict=True)]
 
 
-class _Runner:
+class Runner:
     """One client on its way through its steps."""
 
     def __init__(self, number: int, mechanism: NoisyTraining, client: Client) -> None:
@@ -166,7 +170,10 @@ class _Runner:
         return self.left > 0
 
     def own_sum(self, weights: Tensor) -> ClippedSums:
-        """The clipped sum of an objective of its own: the mean over copies, or a pull inside the clip."""
+        """The clipped sum of an objective of its own: the mean over copies, or a pull inside the clip.
+
+        Not called where `plain` says that it has none.
+        """
         records, extra, copied = self.client.data.train, None, None
         if self.inside and self.centre is not None:
             extra = self.pull * (weights - self.centre)
