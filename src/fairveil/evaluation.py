@@ -256,6 +256,5 @@ def _with_offer(shared: Mapping[str, Plain], served: Served) -> Mapping[str, Pla
 
 def _call(served: Served, personal: Personal, client: int) -> Call:
     """What one client gets: the model that serves it, unless it has its own or chooses."""
-    return Call(
-        client, {"model": served[client]} if isinstance(served, Pick) else {}, personal=personal.get(client, {})
-    )
+    own = {"model": served[client]} if isinstance(served, Pick) else {}
+    return Call(client, own, personal=personal.get(client, {}))

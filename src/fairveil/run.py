@@ -100,11 +100,7 @@ class RunResult:
             **({"clusters": self.clusters} if self.clusters else {}),
             **({"fairness": self.fairness} if self.fairness else {}),
             **({"votes": self.votes} if self.votes else {}),
-            **(
-                {"finetune": {model: _plain_metrics(of) for model, of in self.finetune.items()}}
-                if self.finetune
-                else {}
-            ),
+            **({"finetune": {name: _plain_metrics(of) for name, of in self.finetune.items()}} if self.finetune else {}),
             **({"budget": {key: json_number(value) for key, value in self.budget.items()}} if self.budget else {}),
             "guarantee": self.statement.sentence(),
         }

@@ -145,8 +145,9 @@ def evaluate(members: Sequence[Member]) -> list[Reply]:
 def finetune(members: Sequence[Member]) -> list[Reply]:
     """Each client fine-tunes the model that serves it on its own training records, for itself. Nothing leaves.
 
-    Inputs: those of `evaluate` that name the serving model, and "by"; "steps" and "learning_rate" of full-batch gradient
-    descent; "initial" (p,) and "local_steps" of the model that the client trains alone, from what all begin with.
+    Inputs: those of `evaluate` that name the serving model, and "by"; "steps" and "learning_rate" of full-batch
+    gradient descent; "initial" (p,) and "local_steps" of the model that the client trains alone, from what all begin
+    with.
 
     The tuned model is kept in the personal state as "finetuned". Scores on test records are told of both models as
     "finetuned/accuracy", "local/accuracy" and so on, and "finetuned/taken back" is 1 where training has diverged: see
@@ -155,13 +156,10 @@ def finetune(members: Sequence[Member]) -> list[Reply]:
     replies = []
     for member in members:
         inputs, rate = member.inputs, cast(float, member.inputs["learning_rate"])
-        starts = {
-            "finetuned": (_serving(member)[0], "steps"),
-            "local": (cast(Tensor, inputs["initial"]), "local_steps"),
-        }
+        served, initial = _serving(member)[0], cast(Tensor, inputs["initial"])
         scores: dict[str, float] = {}
         kept = dict(member.personal)
-        for name, (start, steps) in starts.items():
+        for name, start, steps in (("finetuned", served, "steps"), ("local", initial, "local_steps")):
             weights = descended(member.model, start, member.data.train, cast(int, inputs[steps]), rate)
             if name == "finetuned":
                 kept[name] = start if weights is None else weights

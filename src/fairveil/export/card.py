@@ -111,12 +111,13 @@ def _fairness(run: Run, models: Sequence[ServedModel]) -> dict[str, Any]:
         clients = int((group == number).sum())
         rows.append({"group": name, "clients": clients, "tested": f"{int(tested):,}", "value": value})
     served = np.intersect1d(scored, np.concatenate([model.clients for model in models]).astype(int))
+    theirs = run.scores(run.main, model=models[0].measured).iloc[-1].to_numpy()
     by_group = summary.by_group.values()
     return {
         "metric": run.main, "round": int(scores.index[-1]), "rows": rows, "worst_group": summary.worst_group,
         "mean": f"{summary.mean:.3f}", "worst": f"{summary.worst:.3f}", "tenth": f"{summary.worst_10_percent:.3f}",
         "gap": f"{max(by_group) - min(by_group):.3f}", "clients": len(scored), "unscored": len(values) - len(scored),
-        "served": f"{values[served].mean():.3f}" if len(served) else "not scored", "served_clients": len(served),
+        "served": f"{theirs[served].mean():.3f}" if len(served) else "not scored", "served_clients": len(served),
         "small": _small([row for row in rows if row["clients"] <= SMALL_GROUP]),
     }  # fmt: skip
 

@@ -43,10 +43,10 @@ REFERENCE = (
 )
 PERSONAL = (
     "after the last round each client fine-tunes the model that serves it on its own records, for itself. That sends "
-    "nothing and costs nothing, but it has no noise. So the guarantee of the whole is a joint one: whoever does not hold "
-    "a record learns no more of it than is guaranteed above, even all other clients together with all their personal "
-    "models. A personal model shows the records of its owner, who alone may see it and its answers: handing it on, "
-    "exporting it or answering others by it is a release that has no price here"
+    "nothing and costs nothing, but it has no noise. So the guarantee of the whole is a joint one: whoever does not "
+    "hold a record learns no more of it than is guaranteed above, even all other clients together with all their "
+    "personal models. A personal model shows the records of its owner, who alone may see it and its answers: handing "
+    "it on, exporting it or answering others by it is a release that has no price here"
 )
 ELSEWHERE: Mapping[str, str] = {  # by whether clients add the noise themselves
     "record": (
