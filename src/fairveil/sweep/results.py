@@ -93,7 +93,7 @@ def _figures(metric: str, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def _personal(result: Mapping[str, Any]) -> dict[str, Any]:
     """Figures of fine-tuned and of local-only models, and what is to be compared with them; empty: there are none."""
-    row = {}
+    row: dict[str, Any] = {}
     for model, metrics in result.get("finetune", {}).items():
         for metric, summary in metrics.items():
             found = {f"{model}_{metric}_{figure}": summary[figure] for figure in PERSONAL_FIGURES}
