@@ -417,6 +417,7 @@ def test_a_fine_tuned_model_is_exported_as_a_release_of_its_own(both: tuple[Run,
     correct = float((fairveil.load_model(path)(test.x).argmax(dim=1) == test.y).double().mean())
     assert correct == run.scores("accuracy", model="finetuned").iloc[-1, 1]
     assert f"| mean over the 1 that the files of this card serve | {correct:.3f} |" in card.read_text()
+    assert "| finetune.steps | 3 |" in card.read_text()
     # and the released model is exported as it was
     assert fairveil.export_run(run, tmp_path / "shared").files[0].name == "model.safetensors"
 

@@ -59,7 +59,7 @@ def model_card(
         algorithm=_first_line(ALGORITHMS.get(run.algorithm)), kept=models[0].standing == "kept",
         reproducible=run.reproducible, standardised=standardised, price=_price(run), scores_stay=SCORES_STAY,
         groups=sorted(set(run.clients["group"])), fairness=None if run.elsewhere else _fairness(run, models),
-        settings=_settings(run),
+        settings=_settings(run, models[0]),
         load=_load(run, models[0].name, onnx=f"{models[0].name}.onnx" in marks),
     )  # fmt: skip
 
@@ -128,7 +128,7 @@ def _small(rows: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(named) + (f" and {len(rows) - NAMED:,} more" if len(rows) > NAMED else "")
 
 
-def _settings(run: Run) -> dict[str, str]:
+def _settings(run: Run, model: ServedModel) -> dict[str, str]:
     """What decided the training, as it was. Options of the data are left out: they may name paths and columns."""
     config, settled = run.config, run.facts.get("settled", {})
     sections = {
@@ -138,6 +138,8 @@ def _settings(run: Run) -> dict[str, str]:
         "algorithm": config["algorithm"] | settled,
         "privacy": config["privacy"],
     }
+    if model.measured == "finetuned":
+        sections["finetune"] = {key: config["finetune"][key] for key in ("steps", "learning_rate")}
     return {key: json.dumps(value, ensure_ascii=False) for key, value in flattened(sections).items()}
 
 
