@@ -67,7 +67,8 @@ def personal_dots(run: Run) -> Chart | None:
             )  # fmt: skip
             if len(part):
                 entries.append((dots, one.name))
-        line = axes.axline((0.0, 0.0), slope=1.0, color=GREY, linewidth=1, linestyle="--")
+        low = float(table[["served", "finetuned"]].min(axis=None))  # the line stretches the axes to where it begins
+        line = axes.axline((low, low), slope=1.0, color=GREY, linewidth=1, linestyle="--")
         axes.set_xlabel(f"{metric}, served")
         axes.set_ylabel(f"{metric}, fine-tuned")
         if metric == "accuracy":
