@@ -188,13 +188,16 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
     folder: Annotated[Path | None, typer.Option("--out", help="Where to write; RUN/export if left out.")] = None,
     client: Annotated[str | None, typer.Option(metavar="NAME", help="Only the model that serves this client.")] = None,
+    finetuned: Annotated[
+        bool, typer.Option("--finetuned", help="With --client: what it has fine-tuned for itself, its owner's alone.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the models as safetensors and ONNX, with a model card."""
     from fairveil.export import export_run
     from fairveil.reading import load_run
 
-    exported = export_run(load_run(run), folder, client)
+    exported = export_run(load_run(run), folder, client, finetuned=finetuned)
     for warning in exported.warnings:
         err.print(f"Warning: {warning}", markup=False, soft_wrap=True)
     if as_json:

@@ -149,6 +149,17 @@ class FairnessConfig(Section):
     reference: Literal["central"] | None = None  # a model trained on each group's pooled records, without privacy
 
 
+class FinetuneConfig(Section):
+    """Fine-tuning after the last round: each client for itself, on its own training records. Nothing is sent.
+
+    Like `FairnessConfig` it changes no release: the same noise, the same released models.
+    """
+
+    steps: int = Field(20, ge=1)  # full-batch gradient steps, from the model that serves the client
+    learning_rate: float = Field(0.5, gt=0, allow_inf_nan=False)
+    local_steps: int = Field(200, ge=1)  # of the model that a client trains alone, shown beside the other
+
+
 class EngineConfig(Section):
     kind: Literal["local", "ray", "flower"] = "local"  # ray: a simulation over a cluster; flower: `deploy submit`
     workers: int | None = Field(None, ge=1, examples=[2])  # None: one for each core
@@ -175,6 +186,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig
     privacy: PrivacyConfig
     fairness: FairnessConfig = FairnessConfig()
+    finetune: FinetuneConfig | None = None  # None: clients use the models as they are released
     engine: EngineConfig = EngineConfig()
     metrics: MetricsConfig = MetricsConfig()
 
@@ -348,6 +360,13 @@ def _check_elsewhere(config: RunConfig) -> None:
             "Reference models are trained on the pooled records of several clients, and these never leave them.\n"
             "Nothing was run.",
             "leave out fairness.reference",
+        )
+    if config.finetune is not None:
+        raise UserError(
+            "[finetune] is not for a federation yet.",
+            "There a client's own machine scores the model that it is given, and does not train it further.\n"
+            "Nothing was run.",
+            "leave out [finetune]; each client finds its model in its own folder, and may train it there for itself",
         )
 
 

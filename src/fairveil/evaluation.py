@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -25,11 +25,11 @@ from fairveil.privacy.ledger import FEDERATION
 from fairveil.privacy.release import Plain
 from fairveil.privacy.statement import json_number
 from fairveil.privacy.votes import which_answered
-from fairveil.serving import Served, diverged
+from fairveil.serving import PERSONAL, Served, diverged
 from fairveil.session import Call, Engine, Job, Offer, Pick, Task
 from fairveil.store import Score, Store, of_records
 from fairveil.streams import Stream
-from fairveil.tasks import confuse, evaluate
+from fairveil.tasks import confuse, evaluate, finetune
 
 Personal = Mapping[int, Mapping[str, Tensor]]
 Scales = tuple[np.ndarray, np.ndarray] | None
@@ -41,19 +41,59 @@ EPOCHS, LEAST_STEPS, BATCH, RATE = 20, 4000, 64, 3e-3
 
 def scores_of(plan: Plan, engine: Engine, number: int, served: Served, personal: Personal) -> list[Score]:
     """Score the served models on the clients' test records, and by the attribute that the run is judged by."""
-    groups = plan.config.fairness.groups
-    by = "" if groups == "cluster" else groups
+    by = _attribute(plan)
     scores = []
     shared: dict[str, Plain] = {"by": by} if by else {}
     for clients, row, values in _asked(plan, engine, evaluate, f"round {number}, evaluation", served, personal, shared):
         if not all(math.isfinite(value) for value in values.values()):
             raise diverged(number, f"the loss of client {clients[0]}")
-        for key, value in values.items():
-            metric, _, of = key.partition("@")
-            n = int(values[f"n@{of}" if of else "n"])  # 0: nothing to be tested on, and no score
-            split = of_records(by, plan.federation.attributes[by][int(of)]) if of else "test"
-            if metric != "n":
-                scores += [Score(number, c, split, "served", metric, value, row, n) for c in clients]
+        scores += _rows(plan, number, "served", clients, row, values)
+    return scores
+
+
+def finetuned(
+    plan: Plan, engine: Engine, number: int, served: Served, personal: Personal, initial: Tensor
+) -> tuple[list[Score], dict[int, dict[str, Tensor]]]:
+    """Let every client fine-tune the model that serves it, if the config asks for it.
+
+    Returns:
+        the scores of the fine-tuned models and of those that clients train alone, from `initial`; and by client the
+        personal state, with the fine-tuned model in it.
+    """
+    config, by = plan.config.finetune, _attribute(plan)
+    if config is None:
+        return [], {}
+    shared: dict[str, Plain] = {**config.model_dump(), "initial": initial} | ({"by": by} if by else {})
+    calls = [_call(served, personal, client) for client in plan.facts.clients.tolist()]
+    scores, kept = [], {}
+    for client, reply in engine.run(Job(finetune, "the end, fine-tuning", _with_offer(shared, served), calls)):
+        # clones: the memory that it came in holds the other replies as well, and would stay
+        kept[client] = {name: value.clone() for name, value in (reply.keep or {}).items()}
+        for model in PERSONAL:
+            own = {k.removeprefix(f"{model}/"): v for k, v in reply.diagnostics.items() if k.startswith(f"{model}/")}
+            if not all(math.isfinite(value) for value in own.values()):
+                raise diverged(number, f"the {model} loss of client {client}", "a smaller finetune.learning_rate")
+            scores += _rows(plan, number, model, [client], None, own)
+    return scores, dict(sorted(kept.items()))
+
+
+def _attribute(plan: Plan) -> str:
+    """The attribute of the records that the run is judged by; empty: by groups of clients."""
+    groups = plan.config.fairness.groups
+    return "" if groups == "cluster" else groups
+
+
+def _rows(
+    plan: Plan, number: int, model: str, clients: Sequence[int], row: int | None, values: Mapping[str, float]
+) -> list[Score]:
+    """Rows of the metrics table, from what a task tells of a model: "accuracy", "accuracy@v", "n" ..."""
+    by, scores = _attribute(plan), []
+    for key, value in values.items():
+        metric, _, of = key.partition("@")
+        n = int(values[f"n@{of}" if of else "n"])  # 0: nothing to be tested on, and no score
+        split = of_records(by, plan.federation.attributes[by][int(of)]) if of else "test"
+        if metric != "n":
+            scores += [Score(number, c, split, model, metric, value, row, n) for c in clients]
     return scores
 
 
@@ -195,18 +235,26 @@ def _asked(
 
     Clients that share their test records and their model are asked once. Of several models each takes its own choice.
     """
-    shared = {**shared, "models": served.rows} if isinstance(served, Offer) else shared
+    shared = _with_offer(shared, served)
     rows = served.index.tolist() if isinstance(served, Pick) else None
     common = plan.federation.common_tests and shared.get("split") != "train"
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for client, group in enumerate(plan.federation.group.tolist()):
         alike[(rows[client], group) if rows and common else (client,)].append(client)
     by_first = {clients[0]: clients for clients in alike.values()}
-    calls = [
-        Call(c, {"model": served[c]} if isinstance(served, Pick) else {}, personal=personal.get(c, {}))
-        for c in by_first
-    ]
+    calls = [_call(served, personal, client) for client in by_first]
     for first, reply in engine.run(Job(task, request, shared, calls)):
         found = dict(reply.diagnostics)
         choice = found.pop("choice", None)
         yield by_first[first], rows[first] if rows else None if choice is None else int(choice), found
+
+
+def _with_offer(shared: Mapping[str, Plain], served: Served) -> Mapping[str, Plain]:
+    """What all clients get, with the models among which each chooses, where they do."""
+    return {**shared, "models": served.rows} if isinstance(served, Offer) else shared
+
+
+def _call(served: Served, personal: Personal, client: int) -> Call:
+    """What one client gets: the model that serves it, unless it has its own or chooses."""
+    own = {"model": served[client]} if isinstance(served, Pick) else {}
+    return Call(client, own, personal=personal.get(client, {}))

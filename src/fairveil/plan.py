@@ -81,7 +81,8 @@ class Plan:
 
         The same config with other code is another run: under the same noise their difference would show the records.
         """
-        trained = self.config.model_copy(update={"fairness": FairnessConfig()})  # how it is judged changes no release
+        unsent = {"fairness": FairnessConfig(), "finetune": None}  # how it is judged, and used, changes no release
+        trained = self.config.model_copy(update=unsent)
         return f"{self.config.seed} {trained.digest()} {self.federation.fingerprint} {self.code}"
 
     @cached_property
@@ -179,6 +180,7 @@ class Plan:
             reference=self.config.fairness.reference is not None,
             complete=complete,
             elsewhere=elsewhere,
+            finetuned=self.config.finetune is not None,
         )
 
     @property

@@ -21,7 +21,7 @@ from fairveil.engine.blocks import best_block
 from fairveil.engine.local import LocalEngine
 from fairveil.engine.ray import RayEngine
 from fairveil.errors import PrivacyError, RunFault, UserError
-from fairveil.evaluation import cost_scores, save_confusion, scores_of, votes_of
+from fairveil.evaluation import cost_scores, finetuned, save_confusion, scores_of, votes_of
 from fairveil.fairness import Summary, fairness_symbol, group_differences
 from fairveil.plan import Plan, make_plan, materials
 from fairveil.preparation import feature_statistics
@@ -32,6 +32,7 @@ from fairveil.privacy.statement import Statement, json_number
 from fairveil.provenance import commit, published, resume_command, versions
 from fairveil.reading import SCORES_STAY, Run, load_run
 from fairveil.serving import (
+    PERSONAL,
     Served,
     averaged,
     check_finite,
@@ -75,6 +76,8 @@ class RunResult:
     budget: Mapping[str, float] | None = None
     # of a voting system: queries, answered, accuracy of the answers, epsilon of these very answers
     votes: Mapping[str, Any] | None = None
+    # of "finetuned" models, and of the "local" ones that clients train alone: the metrics of each; empty: not asked for
+    finetune: Mapping[str, Mapping[str, Summary]] = field(default_factory=dict)
 
     @property
     def main(self) -> tuple[str, Summary] | None:
@@ -93,13 +96,18 @@ class RunResult:
             "delta": self.statement.delta,
             **self.provenance,
             "clients": self.clients,
-            **({name: asdict(summary) for name, summary in self.metrics.items()} or {"scores": SCORES_STAY}),
+            **(_plain_metrics(self.metrics) or {"scores": SCORES_STAY}),
             **({"clusters": self.clusters} if self.clusters else {}),
             **({"fairness": self.fairness} if self.fairness else {}),
             **({"votes": self.votes} if self.votes else {}),
+            **({"finetune": {name: _plain_metrics(of) for name, of in self.finetune.items()}} if self.finetune else {}),
             **({"budget": {key: json_number(value) for key, value in self.budget.items()}} if self.budget else {}),
             "guarantee": self.statement.sentence(),
         }
+
+
+def _plain_metrics(metrics: Mapping[str, Summary]) -> dict[str, Any]:
+    return {name: asdict(summary) for name, summary in metrics.items()}
 
 
 class Interrupted(Exception):
@@ -328,6 +336,9 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None, place: Pla
             if number == algorithm.rounds and engine.measures:
                 scores += cost_scores(plan, engine, number, served, personal, federation, scales)
                 save_confusion(plan, engine, store, served, personal)
+                tuned, kept = finetuned(plan, engine, number, served, personal, session.initial_model())
+                scores += tuned
+                personal |= kept  # after all that is asked of clients: no request can see it
             store.finish_round(number, time.perf_counter() - started, scores, state, personal, average)
             if evaluated:
                 save_clusters(plan, store, state)
@@ -372,6 +383,7 @@ def _finish(plan: Plan, store: Store, state: object) -> RunResult:
         store.folder, name, plan.algorithm.rounds, store.seconds(), statement, metrics, provenance,
         plan.federation.clients, clusters_of(plan, state), _fairness(run),
         _budget(run, statement), votes_of(plan, store, state),
+        {model: summaries(plan, store, model)[0] for model in PERSONAL} if plan.config.finetune else {},
     )  # fmt: skip
     store.write("result.json", json.dumps(result.to_json(), indent=2).encode())
     return result

@@ -18,6 +18,7 @@ from fairveil.session import Offer, Pick
 from fairveil.store import Store, of_records
 
 Served = Pick | Offer | Literal["personal"]
+PERSONAL = ("finetuned", "local")  # models that every client has for itself, where fine-tuning is asked for
 
 
 def served_models(plan: Plan, state: object, average: torch.Tensor | None) -> Served:
@@ -41,12 +42,12 @@ def averaged(plan: Plan, number: int, state: object, average: torch.Tensor | Non
     return served.rows if average is None else average + (served.rows - average) / (number - (rounds - last))
 
 
-def summaries(plan: Plan, store: Store) -> tuple[dict[str, Summary], Summary]:
+def summaries(plan: Plan, store: Store, model: str = "served") -> tuple[dict[str, Summary], Summary]:
     """All metrics of the last evaluated round, and the main one."""
     main = "accuracy" if plan.facts.classes else "rmse"
     found = {}
     for metric in (main, "loss"):
-        by_client = store.scores(metric)
+        by_client = store.scores(metric, model=model)
         if not by_client:
             raise UserError(
                 f"nobody of {plan.federation.name} has test records.",
@@ -55,23 +56,23 @@ def summaries(plan: Plan, store: Store) -> tuple[dict[str, Summary], Summary]:
             )
         scored = np.array(sorted(by_client))
         values = np.array([by_client[client] for client in scored.tolist()])
-        counts = {} if plan.federation.common_tests else store.counts(metric)
+        counts = {} if plan.federation.common_tests else store.counts(metric, model=model)
         found[metric] = summarise(
             values, plan.facts.group[scored], plan.federation.groups, higher_is_better=metric == "accuracy",
             tests=np.array([counts[client] for client in scored.tolist()]) if counts else None,
         )  # fmt: skip
         if plan.config.fairness.groups != "cluster":
-            found[metric] = _by_attribute(plan, store, metric, found[metric])
+            found[metric] = _by_attribute(plan, store, metric, model, found[metric])
     return found, found[main]
 
 
-def _by_attribute(plan: Plan, store: Store, metric: str, summary: Summary) -> Summary:
+def _by_attribute(plan: Plan, store: Store, metric: str, model: str, summary: Summary) -> Summary:
     """The same, but its groups are those of the records by the attribute that the run is judged by, each record
     counting the same."""
     attribute, by_group, clients = plan.config.fairness.groups, {}, {}
     for value in plan.federation.attributes[attribute]:
         split = of_records(attribute, value)
-        scores, n = store.scores(metric, split), store.counts(metric, split)
+        scores, n = store.scores(metric, split, model), store.counts(metric, split, model)
         if scores:
             by_group[value] = float(pooled(np.array([*scores.values()]), np.array([*n.values()]), metric))
             clients[value] = len(scores)
@@ -136,10 +137,10 @@ def check_finite(state: Any, number: int) -> None:
             raise diverged(number, name)
 
 
-def diverged(number: int, what: str) -> UserError:
+def diverged(number: int, what: str, fix: str = "a smaller algorithm.learning_rate") -> UserError:
     """The error of a run that cannot go on."""
     return UserError(
         f"round {number}: {what} is no longer finite.",
         "The training has diverged; the rounds before this one are saved.",
-        "a smaller algorithm.learning_rate",
+        fix,
     )

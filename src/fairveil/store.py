@@ -58,7 +58,7 @@ class Score(NamedTuple):
 
     Attributes:
         split: which records it was measured on ("test", "train").
-        model: which model ("served"), or which task made it.
+        model: which model ("served", "finetuned", "local", "reference"), or which task made it.
         cluster: which row of the served models, if there are several.
         n: the number of records behind the value.
     """
@@ -185,17 +185,17 @@ class Store:
 
     # ---- reading and writing -----------------------------------------------------------------------
 
-    def scores(self, metric: str, split: str = "test") -> dict[int, float]:
-        """A metric of the served models in the last evaluated round, by client."""
-        return self._last("value", VALUE, metric, split)
+    def scores(self, metric: str, split: str = "test", model: str = "served") -> dict[int, float]:
+        """A metric of these models in the last round in which they were evaluated, by client."""
+        return self._last("value", VALUE, metric, split, model)
 
-    def counts(self, metric: str, split: str = "test") -> dict[int, int]:
+    def counts(self, metric: str, split: str = "test", model: str = "served") -> dict[int, int]:
         """How many records are behind each of these scores; empty: that was not written down."""
-        return self._last("n", CLIENT, metric, split)
+        return self._last("n", CLIENT, metric, split, model)
 
-    def _last(self, column: str, kind: np.dtype[Any], metric: str, split: str) -> dict[int, Any]:
-        query = f"SELECT client, {column} FROM scores WHERE split = ? AND model = 'served' AND metric = ?"
-        row = self.database.execute(f"{query} ORDER BY round DESC LIMIT 1", (split, metric)).fetchone()
+    def _last(self, column: str, kind: np.dtype[Any], metric: str, split: str, model: str) -> dict[int, Any]:
+        query = f"SELECT client, {column} FROM scores WHERE split = ? AND model = ? AND metric = ?"
+        row = self.database.execute(f"{query} ORDER BY round DESC LIMIT 1", (split, model, metric)).fetchone()
         if row is None or row[1] is None:
             return {}
         return dict(zip(np.frombuffer(row[0], CLIENT).tolist(), np.frombuffer(row[1], kind).tolist(), strict=True))

@@ -25,6 +25,7 @@ from fairveil.remote import Array, Count, deployable
 from fairveil.session import Member
 
 EVALUATED = 500  # test records that are scored at once
+TUNED = 512  # training records in one call of a full-batch step
 
 
 @deployable(
@@ -145,16 +146,74 @@ def evaluate(members: Sequence[Member]) -> list[Reply]:
         if not len(records.y):
             replies.append(Reply(Kept(), diagnostics={"n": 0.0} | choice))
             continue
-        output, losses = _tested(member.model, weights, records)
-        scores = _scores(member.model, output, losses, records.y)
-        if by := cast(str, member.inputs.get("by", "")):
-            value = torch.from_numpy(member.data.attributes[by])
-            for v in value.unique().tolist():
-                of = value == v
-                found = _scores(member.model, output[of], losses[of], records.y[of])
-                scores |= {f"{key}@{v}": n for key, n in found.items()}
-        replies.append(Reply(Kept(), diagnostics=scores | choice))
+        replies.append(Reply(Kept(), diagnostics=_judged(member, weights, records) | choice))
     return replies
+
+
+def finetune(members: Sequence[Member]) -> list[Reply]:
+    """Each client fine-tunes the model that serves it on its own training records, for itself. Nothing leaves.
+
+    Inputs: those of `evaluate` that name the serving model, and "by"; "steps" and "learning_rate" of full-batch
+    gradient descent; "initial" (p,) and "local_steps" of the model that the client trains alone, from what all begin
+    with.
+
+    The tuned model is kept in the personal state as "finetuned". Scores on test records are told of both models as
+    "finetuned/accuracy", "local/accuracy" and so on, and "finetuned/taken back" is 1 where training has diverged: see
+    `descended`. Test records decide nothing. A client without them has a tuned model, and is not scored.
+    """
+    replies = []
+    for member in members:
+        inputs, rate = member.inputs, cast(float, member.inputs["learning_rate"])
+        served, initial = _serving(member)[0], cast(Tensor, inputs["initial"])
+        scores: dict[str, float] = {}
+        kept = dict(member.personal)
+        for name, start, steps in (("finetuned", served, "steps"), ("local", initial, "local_steps")):
+            weights = descended(member.model, start, member.data.train, cast(int, inputs[steps]), rate)
+            if name == "finetuned":
+                kept[name] = start if weights is None else weights
+            if len(member.data.test.y):
+                found = _judged(member, start if weights is None else weights, member.data.test)
+                scores |= {f"{name}/{key}": value for key, value in found.items()}
+                scores[f"{name}/taken back"] = float(weights is None)
+        replies.append(Reply(Kept(), keep=kept, diagnostics=scores))
+    return replies
+
+
+def descended(model: Model, start: Tensor, records: Records, steps: int, learning_rate: float) -> Tensor | None:
+    """Where full-batch gradient descent leads from `start` (p,): (p,). It draws nothing.
+
+    None: the loss on these records is not lower than before. Such small steps down a gradient lower it, unless they are
+    too long and the training diverges (or there is nothing to train on): then the start is the better model.
+    """
+    if not len(records.y):
+        return None
+    weights = start
+    for _ in range(steps):
+        weights = weights - learning_rate * _full_gradient(model, weights, records)
+    before, after = (float(_tested(model, w, records)[1].double().mean()) for w in (start, weights))
+    return weights if weights.isfinite().all() and after < before else None
+
+
+def _full_gradient(model: Model, weights: Tensor, records: Records) -> Tensor:
+    """The gradient (p,) of the mean loss over all records, some hundreds at a time."""
+    n = len(records.y)
+    if n <= TUNED:
+        return model.gradient(weights, records.x, records.y)
+    parts = zip(records.x.split(TUNED), records.y.split(TUNED), strict=True)
+    return torch.stack([model.gradient(weights, x, y) * (len(y) / n) for x, y in parts]).sum(dim=0)
+
+
+def _judged(member: Member, weights: Tensor, records: Records) -> dict[str, float]:
+    """The scores of a model on a client's records, and apart by the attribute that the input "by" names."""
+    output, losses = _tested(member.model, weights, records)
+    scores = _scores(member.model, output, losses, records.y)
+    if by := cast(str, member.inputs.get("by", "")):
+        value = torch.from_numpy(member.data.attributes[by])
+        for v in value.unique().tolist():
+            of = value == v
+            found = _scores(member.model, output[of], losses[of], records.y[of])
+            scores |= {f"{key}@{v}": n for key, n in found.items()}
+    return scores
 
 
 def _serving(member: Member) -> tuple[Tensor, dict[str, float]]:

@@ -38,6 +38,11 @@ groups = "cluster"              # clients are compared by the groups of the data
 # positive = 1                  # the class that is an advantage, for demographic parity and equalised odds
 # reference = "central"         # what privacy costs each group: a model of its pooled records; evaluation only
 
+# [finetune]                    # after the last round, each client for itself; sends nothing. docs/fairness.md
+# steps = 20                    # full-batch gradient steps on its own records
+# learning_rate = 0.5
+# local_steps = 200             # of the model that it trains alone, which is shown beside it
+
 [engine]
 kind = "local"                  # this machine; or "ray", a cluster. Other people's: see fairveil deploy
 # workers = 2                   # one for each core if left out

@@ -106,6 +106,8 @@ def _print_scores(result: Any, metric: str, summary: Any) -> None:
     if len(summary.by_group) > 1:
         table.add_row("largest gap between groups", f"{summary.gap:.3f}")
     out.print(table)
+    if result.finetune:
+        _print_personal(result)
     if summary.clients < result.clients:
         out.print(f"{result.clients - summary.clients:,} clients have no test records and are not scored.")
     if result.clusters:
@@ -120,6 +122,25 @@ def _print_scores(result: Any, metric: str, summary: Any) -> None:
             parts = [f"{what} {one['value']:.3f}" for what, one in found.items() if one["value"] is not None]
             out.print(f"Differences by {name}: {', '.join(parts)}", markup=False, soft_wrap=True)
     out.print(f"Worst group: {summary.worst_group} ({metric} {summary.by_group[summary.worst_group]:.3f})")
+
+
+def _print_personal(result: Any) -> None:
+    """What fine-tuning brings each client, beside what it learns alone; no spread without its mean."""
+    for metric, served in result.metrics.items():
+        table = Table(title=f"{metric} with a model of one's own", title_justify="left")
+        table.add_column("model")
+        for column in ("mean", "worst 10%", "variance x 10,000", "without what small tests add"):
+            table.add_column(column, justify="right")
+        models = {"served": served, **{name: metrics[metric] for name, metrics in result.finetune.items()}}
+        for name, summary in models.items():
+            spreads = (summary.variance, summary.sampling_variance_removed)
+            told = ["" if spread is None else f"{1e4 * spread:.1f}" for spread in spreads]
+            table.add_row(PERSONAL[name], f"{summary.mean:.3f}", f"{summary.worst_10_percent:.3f}", *told)
+        out.print(table)
+    out.print("A fine-tuned model is its owner's alone. What local only reaches is no merit of the federation.")
+
+
+PERSONAL = {"served": "served (released)", "finetuned": "fine-tuned", "local": "local only"}
 
 
 def _votes_line(found: Any) -> str:

@@ -45,8 +45,9 @@ delta = 1e-4                    # below 1 / (number of records)
 adjacency = "add-remove"        # or "replace"
 trust = "nobody"                # or "server": bounded shares without noise may go to the server, which adds it
 # what may be computed; with trust = "server" also "bounded_update", "share_moments", for votes "neighbour_votes", or
-# "train_teacher" and "teacher_votes"; for fair averages "weighed_update" (fedavg), "fairly_clipped_update" (fair-fedavg),
-# "root_weighed_update" (root-loss), "powered_update" (q-fedavg), "follow_loss" (fairfed), "split_update" (loss-split)
+# "train_teacher" and "teacher_votes"; for fair averages "weighed_update" (fedavg), "root_weighed_update" (root-loss),
+# "fairly_clipped_update" (fair-fedavg), "powered_update" (q-fedavg), "follow_loss" (fairfed), or "split_update"
+# (loss-split)
 tasks = ["local_update", "fair_update", "choose_model", "personal_update", "release_moments"]
 smallest_noise = 0.2            # noise multiplier; of votes: standard deviation, in votes
 largest_clip = 10.0             # bound on what one record may contribute, and on a radius

@@ -59,7 +59,7 @@ def model_card(
         algorithm=_first_line(ALGORITHMS.get(run.algorithm)), kept=models[0].standing == "kept",
         reproducible=run.reproducible, standardised=standardised, price=_price(run), scores_stay=SCORES_STAY,
         groups=sorted(set(run.clients["group"])), fairness=None if run.elsewhere else _fairness(run, models),
-        settings=_settings(run),
+        settings=_settings(run, models[0]),
         load=_load(run, models[0].name, onnx=f"{models[0].name}.onnx" in marks),
     )  # fmt: skip
 
@@ -111,12 +111,13 @@ def _fairness(run: Run, models: Sequence[ServedModel]) -> dict[str, Any]:
         clients = int((group == number).sum())
         rows.append({"group": name, "clients": clients, "tested": f"{int(tested):,}", "value": value})
     served = np.intersect1d(scored, np.concatenate([model.clients for model in models]).astype(int))
+    theirs = run.scores(run.main, model=models[0].measured).iloc[-1].to_numpy()
     by_group = summary.by_group.values()
     return {
         "metric": run.main, "round": int(scores.index[-1]), "rows": rows, "worst_group": summary.worst_group,
         "mean": f"{summary.mean:.3f}", "worst": f"{summary.worst:.3f}", "tenth": f"{summary.worst_10_percent:.3f}",
         "gap": f"{max(by_group) - min(by_group):.3f}", "clients": len(scored), "unscored": len(values) - len(scored),
-        "served": f"{values[served].mean():.3f}" if len(served) else "not scored", "served_clients": len(served),
+        "served": f"{theirs[served].mean():.3f}" if len(served) else "not scored", "served_clients": len(served),
         "small": _small([row for row in rows if row["clients"] <= SMALL_GROUP]),
     }  # fmt: skip
 
@@ -127,7 +128,7 @@ def _small(rows: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(named) + (f" and {len(rows) - NAMED:,} more" if len(rows) > NAMED else "")
 
 
-def _settings(run: Run) -> dict[str, str]:
+def _settings(run: Run, model: ServedModel) -> dict[str, str]:
     """What decided the training, as it was. Options of the data are left out: they may name paths and columns."""
     config, settled = run.config, run.facts.get("settled", {})
     sections = {
@@ -137,6 +138,8 @@ def _settings(run: Run) -> dict[str, str]:
         "algorithm": config["algorithm"] | settled,
         "privacy": config["privacy"],
     }
+    if model.measured == "finetuned":
+        sections["finetune"] = {key: config["finetune"][key] for key in ("steps", "learning_rate")}
     return {key: json.dumps(value, ensure_ascii=False) for key, value in flattened(sections).items()}
 
 

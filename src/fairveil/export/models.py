@@ -33,12 +33,14 @@ class ServedModel:
         module: with its weights; it takes records as they were in training, standardised where that was asked for.
         clients: whom it serves, by number.
         standing: "shared" by clients, one client's "own" but released, or "kept": never released.
+        measured: by which name the metrics have its scores.
     """
 
     name: str
     module: nn.Module
     clients: tuple[int, ...]
     standing: Standing
+    measured: str = "served"
 
 
 class Prepared(nn.Module):
@@ -166,14 +168,38 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[int, dict[str, Tensor]]]:
     return about, weights
 
 
-def _kept(run: Run, client: int | None) -> ServedModel:
-    """The model that a client has kept to itself."""
+def finetuned_model(run: Run, client: int | None) -> tuple[ServedModel, dict[str, Any] | None]:
+    """The model that a client has fine-tuned for itself, and by what its inputs are standardised.
+
+    Raises:
+        UserError: none was fine-tuned, or no client was named.
+        RunFault: the files of the run are gone or damaged.
+    """
+    if "finetune" not in run.config:
+        raise UserError(
+            f"the clients of {run.folder} have fine-tuned nothing.",
+            "Its config has no section [finetune]. Nothing was written.",
+            "leave out --finetuned; or a run with [finetune], which sends the same and costs the same",
+        )
+    if client is None:
+        raise UserError(
+            "each client has a fine-tuned model of its own: --client NAME",
+            "It is its owner's alone. Nothing was written.",
+            f"--client {shown(run.clients['name'][0])}",
+        )
+    released, kept = run.folder / "models" / "served.safetensors", run.folder / "models" / "personal.json"
+    about = json.loads(kept.read_text()) if kept.exists() else _read(released)[0]
+    return _kept(run, client, "finetuned"), about.get("standardise")
+
+
+def _kept(run: Run, client: int | None, name: str = "model") -> ServedModel:
+    """The model that a client has kept to itself, by its name in the personal state."""
     if client is None:
         _refuse_all(run)
     checkpoint = latest_checkpoint(run.folder)
     if checkpoint is None or not run.result or checkpoint.round != run.result["rounds"]:
         raise RunFault(f"{run.folder}: the checkpoint of the last round is gone or damaged. Restore it.")
-    weights = checkpoint.personal.get(client, {}).get("model")
+    weights = checkpoint.personal.get(client, {}).get(name)
     if weights is None:
         raise UserError(
             f"{run.clients['name'][client]} has kept no model of its own.",
@@ -181,7 +207,10 @@ def _kept(run: Run, client: int | None) -> ServedModel:
             "another client",
         )
     spec = spec_of(run)
-    return ServedModel(f"personal-{client}", _filled(spec, spec.build().unflatten(weights)), (client,), "kept")
+    filled = _filled(spec, spec.build().unflatten(weights))
+    if name == "finetuned":
+        return ServedModel(f"finetuned-{client}", filled, (client,), "kept", "finetuned")
+    return ServedModel(f"personal-{client}", filled, (client,), "kept")
 
 
 def _refuse_all(run: Run) -> NoReturn:

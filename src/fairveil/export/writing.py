@@ -16,7 +16,14 @@ from fairveil.config import make_config
 from fairveil.errors import UserError
 from fairveil.export.card import model_card
 from fairveil.export.graph import NotExported, can_export, onnx_bytes
-from fairveil.export.models import ServedModel, client_number, served_models, spec_of, with_raw_inputs
+from fairveil.export.models import (
+    ServedModel,
+    client_number,
+    finetuned_model,
+    served_models,
+    spec_of,
+    with_raw_inputs,
+)
 from fairveil.privacy.statement import rounded_up
 from fairveil.provenance import resume_command
 from fairveil.reading import Run
@@ -54,12 +61,13 @@ class Exported:
         return {"folder": str(self.folder), "files": [str(path) for path in self.files], "warnings": [*self.warnings]}
 
 
-def export_run(run: Run, out: Path | None = None, client: str | None = None) -> Exported:
+def export_run(run: Run, out: Path | None = None, client: str | None = None, *, finetuned: bool = False) -> Exported:
     """Write the served models of a finished run as safetensors and ONNX, with a model card.
 
     Args:
-        out: the folder; else "export" in the run's, or "export/client-N" for one client.
+        out: the folder; else "export" in the run's, or "export/client-N" ("...-finetuned") for one client.
         client: write only the model that serves this client. Where everyone has one of its own, it must be named.
+        finetuned: write the model that this client has fine-tuned for itself. Nothing covers it: it is its owner's.
 
     Raises:
         UserError: not finished; every client has its own model; no such client; the folder cannot be written.
@@ -67,8 +75,13 @@ def export_run(run: Run, out: Path | None = None, client: str | None = None) -> 
     """
     _check_finished(run)
     number = None if client is None else client_number(run, client)
-    models, standardise, remarks = served_models(run, number)
-    folder = out or run.folder / "export" / ("" if number is None else f"client-{number}")
+    if finetuned:
+        model, standardise = finetuned_model(run, number)
+        models, remarks = [model], list[str]()
+    else:
+        models, standardise, remarks = served_models(run, number)
+    whose = "" if number is None else f"client-{number}{'-finetuned' if finetuned else ''}"
+    folder = out or run.folder / "export" / whose
     warnings = [*_about_run(run), *(text for model in models if (text := _about_model(run, model))), *remarks]
     if not can_export():
         warnings.append(NO_ONNX)

@@ -41,6 +41,13 @@ REFERENCE = (
     ". Reference models are trained without privacy on the pooled records of each group, for evaluation only: they are "
     "not kept, but their scores are in the run folder and in the cache of numbers"
 )
+PERSONAL = (
+    "after the last round each client fine-tunes the model that serves it on its own records, for itself. That sends "
+    "nothing and costs nothing, but it has no noise. So the guarantee of the whole is a joint one: whoever does not "
+    "hold a record learns no more of it than is guaranteed above, even all other clients together with all their "
+    "personal models. A personal model shows the records of its owner, who alone may see it and its answers: handing "
+    "it on, exporting it or answering others by it is a release that has no price here"
+)
 ELSEWHERE: Mapping[str, str] = {  # by whether clients add the noise themselves
     "record": (
         "other runs on the same records, whose prices add up (each client keeps account of those it took part in); "
@@ -229,6 +236,7 @@ class Statement:
     complete: bool  # whether all rounds are done
     metric: MetricTerms | None = None  # of metric privacy
     pooled: bool = False  # whether what is published are sums over all clients
+    finetuned: bool = False  # whether clients fine-tune their models at the end, each for itself
 
     def lines(self) -> list[tuple[str, str]]:
         """The guarantee and all that it rests on, as (heading, text)."""
@@ -239,6 +247,7 @@ class Statement:
             ("A record is", self.record),
             ("Trusted", self.trust),
             ("Sent", self._sent()),
+            *([("Personal models", PERSONAL)] if self.finetuned else []),
             ("Public", public),
             ("Noise", self.noise_source),
             ("Not covered", self.not_covered),
@@ -260,8 +269,9 @@ class Statement:
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Statement:
         """What `to_json` wrote."""
-        values = {f.name: plain[f.name] for f in fields(cls) if f.name not in ("metric", "pooled")}
+        values = {f.name: plain[f.name] for f in fields(cls) if f.name not in ("metric", "pooled", "finetuned")}
         values["pooled"] = plain.get("pooled", plain["unit"] == "client")
+        values["finetuned"] = plain.get("finetuned", False)
         values["metric"] = MetricTerms(**metric) if (metric := plain.get("metric")) else None
         for key in ("epsilon", "epsilon_without_leaks", "epsilon_spent"):
             values[key] = None if values[key] is None else float(values[key])  # float("infinity") is infinite
@@ -323,6 +333,7 @@ def make_statement(
     complete: bool,
     pooled: bool,
     elsewhere: bool = False,
+    finetuned: bool = False,
 ) -> Statement:
     """The statement of a run.
 
@@ -335,6 +346,7 @@ def make_statement(
         reference: whether models are trained without privacy, for evaluation.
         pooled: whether what is published are sums over all clients.
         elsewhere: whether clients are on machines of their own.
+        finetuned: whether clients fine-tune their models at the end, each for itself.
     """
     kinds = sorted({mechanism.kind for releases in planned for mechanism in releases})
     metric = MetricTerms.of(planned[0])  # all clients have the same
@@ -361,6 +373,7 @@ def make_statement(
         complete=complete,
         metric=metric,
         pooled=pooled,
+        finetuned=finetuned,
     )
 
 

@@ -24,6 +24,7 @@ from fairveil.report.figures import client_dots, client_histogram, clipped_by_ro
 from fairveil.report.generated import data_plane
 from fairveil.report.metric import metric_budget_by_round, metric_budget_histogram, step_lengths
 from fairveil.report.page import Card, Page, Section, Table, Text, words
+from fairveil.report.personal import personal_dots, personal_table
 from fairveil.report.tables import (
     Judged,
     attribute_tables,
@@ -177,7 +178,9 @@ def _fairness(run: Run, judged: Judged | None) -> list[Any]:
     if judged is None:
         return []
     figures = charts(lambda: scores_by_round([run]), lambda: client_dots(run), lambda: client_histogram(run))
-    tables = [group_table(judged), figure_table(judged), *attribute_tables(run), *cost_tables(run)]
+    figures += charts(lambda: personal_dots(run))
+    personal = filter(None, [personal_table(run)])
+    tables = [group_table(judged), figure_table(judged), *personal, *attribute_tables(run), *cost_tables(run)]
     return [*figures, *tables, client_table(run, judged), *charts(lambda: data_plane(run))]
 
 

@@ -44,14 +44,15 @@ class Judged:
         )
 
     @classmethod
-    def of(cls, run: Run) -> Judged | None:
-        """None before the first evaluation."""
-        values = run.scores(run.main)
+    def of(cls, run: Run, model: str = "served") -> Judged | None:
+        """None before the first evaluation of these models."""
+        values, counts = run.scores(run.main, model=model), run.counts(run.main, model=model)
         if values.empty or values.iloc[-1].isna().all():
             return None
-        row = run.assignment().iloc[-1].to_numpy()
-        row = np.where(np.isnan(row), -1.0 - np.arange(len(row)), row)  # a model of its own, which nobody else has
-        return cls(run, values.iloc[-1].to_numpy(), run.counts(run.main).iloc[-1].to_numpy(), row)
+        own = -1.0 - np.arange(values.shape[1])  # a model of its own, which nobody else has
+        row = run.assignment().iloc[-1].to_numpy() if model == "served" else own
+        row = np.where(np.isnan(row), own, row)
+        return cls(run, values.iloc[-1].to_numpy(), counts.iloc[-1].to_numpy(), row)
 
     def interval(self, statistic: Statistic) -> Interval:
         return bootstrap([self.sample], statistic)

@@ -24,6 +24,8 @@ FROM_RESULT = ("commit", "data_fingerprint", "fairveil", "algorithm", "rounds", 
 CLUSTERS = ("count", "ari", "mss", "mpo", "switch_round")  # of a clustered system
 # of every metric; what does not apply to it, or was not known yet when a run was finished, is left empty
 FIGURES = ("worst", "best", "worst_10_percent", "disparity", "variance", "deviation", "jain", "gap", "clients")
+# of models that clients fine-tune, and of those that they train alone
+PERSONAL_FIGURES = ("mean", "worst_10_percent", "variance", "sampling_variance_removed")
 
 
 def read_result(folder: Path, digest: str) -> dict[str, Any] | None:
@@ -58,6 +60,7 @@ def make_table(sweep: Sweep, results: Mapping[Cell, Mapping[str, Any]], errors: 
         for metric, summary in result.items():
             if isinstance(summary, dict) and "by_group" in summary:
                 row |= _figures(metric, summary)
+        row |= _personal(result)
         row |= _between_groups(result.get("fairness", {}))
         row |= {f"clusters_{key}": result["clusters"][key] for key in CLUSTERS if "clusters" in result}
         row |= {f"budget_{key}": value for key, value in result.get("budget", {}).items()}
@@ -86,6 +89,17 @@ def _figures(metric: str, summary: Mapping[str, Any]) -> dict[str, Any]:
         **{f"{metric}_{figure}": summary[figure] for figure in FIGURES if summary.get(figure) is not None},
         **by_group,
     }
+
+
+def _personal(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of fine-tuned and of local-only models, and what is to be compared with them; empty: there are none."""
+    row: dict[str, Any] = {}
+    for model, metrics in result.get("finetune", {}).items():
+        for metric, summary in metrics.items():
+            found = {f"{model}_{metric}_{figure}": summary[figure] for figure in PERSONAL_FIGURES}
+            corrected = {f"{metric}_sampling_variance_removed": result[metric]["sampling_variance_removed"]}
+            row |= {name: value for name, value in (found | corrected).items() if value is not None}
+    return row
 
 
 def _between_groups(fairness: Mapping[str, Any]) -> dict[str, Any]:

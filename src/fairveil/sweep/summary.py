@@ -11,10 +11,12 @@ import pandas as pd
 
 from fairveil.comparison import compare, over_seeds
 from fairveil.config import read_toml
+from fairveil.serving import PERSONAL
 from fairveil.sweep.config import Cell, Sweep, make_sweep
 from fairveil.sweep.results import Composed, main_metric, make_table, plain_rows, read_result
 
 MEASURES = ("mean", "worst_group", "worst_10_percent")  # of the main metric, which variants are compared by
+PERSONAL_MEASURES = ("mean", "worst_10_percent")  # the same, of models that clients have for themselves
 BETWEEN_GROUPS = (": demographic parity", ": equalised odds", ": equal opportunity")  # so are these, of any attribute
 BUDGETS = ("budget_median", "budget_maximum")  # of metric privacy: no measure of quality
 
@@ -113,6 +115,9 @@ def summarise_sweep(
     finished = [results[cell] for cell in sweep.cells if cell in results]
     metrics = tuple(dict.fromkeys(map(main_metric, finished)))
     names = [(metric, f"{metric}_{figure}") for metric in metrics for figure in MEASURES]
+    names += [
+        (metric, f"{m}_{metric}_{figure}") for metric in metrics for m in PERSONAL for figure in PERSONAL_MEASURES
+    ]
     measures = {name: metric == "accuracy" for metric, name in names if name in table}
     measures |= {name: False for name in table.columns if name.endswith(BETWEEN_GROUPS)}
     unfinished = {at for cell, at in folders.items() if cell not in results}
