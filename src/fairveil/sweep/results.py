@@ -23,7 +23,10 @@ NUMBERS = ("epsilon", "epsilon_spent", "delta", "seconds")
 FROM_RESULT = ("commit", "data_fingerprint", "fairveil", "algorithm", "rounds", *NUMBERS)
 CLUSTERS = ("count", "ari", "mss", "mpo", "switch_round")  # of a clustered system
 # of every metric; what does not apply to it, or was not known yet when a run was finished, is left empty
-FIGURES = ("worst", "best", "worst_10_percent", "disparity", "variance", "deviation", "jain", "gap", "clients")
+FIGURES = (
+    *("worst", "best", "worst_10_percent", "best_10_percent", "disparity", "variance", "sampling_variance_removed"),
+    *("deviation", "jain", "gap", "clients"),
+)
 # of models that clients fine-tune, and of those that they train alone
 PERSONAL_FIGURES = ("mean", "worst_10_percent", "variance", "sampling_variance_removed")
 
@@ -92,13 +95,12 @@ def _figures(metric: str, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _personal(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of fine-tuned and of local-only models, and what is to be compared with them; empty: there are none."""
+    """Figures of fine-tuned and of local-only models; empty: there are none."""
     row: dict[str, Any] = {}
     for model, metrics in result.get("finetune", {}).items():
         for metric, summary in metrics.items():
             found = {f"{model}_{metric}_{figure}": summary[figure] for figure in PERSONAL_FIGURES}
-            corrected = {f"{metric}_sampling_variance_removed": result[metric]["sampling_variance_removed"]}
-            row |= {name: value for name, value in (found | corrected).items() if value is not None}
+            row |= {name: value for name, value in found.items() if value is not None}
     return row
 
 
