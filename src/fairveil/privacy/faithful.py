@@ -3,7 +3,7 @@
 The bound of one client, and the noise with it, depend on what all others have sent. So a client that is removed changes
 every contribution, and the noise tells of the norms. Du, Xiang and Wu, "Mitigating Unfairness in Differentially-Private
 Federated Learning" (2025), count them as a Gaussian sum all the same; here their event is that of no privacy at all.
-`tests/privacy/test_faithful.py` shows neighbours whose sums lie farther apart than the paper's sensitivity.
+`tests/algorithms/test_cohorts.py` shows neighbours whose sums lie farther apart than the paper's sensitivity.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 16  # coordinates that are turned into float64 at once
+CHUNK = 1 << 14  # coordinates that are turned into float64 at once
 
 
 @dataclass(frozen=True)
