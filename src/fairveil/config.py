@@ -147,6 +147,12 @@ class FairnessConfig(Section):
     groups: str = "cluster"  # the groups of the clients; or a sensitive attribute of the records
     positive: int | None = Field(None, ge=0, examples=[1])  # the class that is an advantage; None: 1 of two, else none
     reference: Literal["central"] | None = None  # a model trained on each group's pooled records, without privacy
+    explain: bool | None = None  # why a client is worse off, of one more round (client level, simulation)
+
+    @field_validator("explain")
+    @classmethod
+    def _asked(cls, explain: bool | None) -> bool | None:
+        return explain or None  # false says no more than leaving it out, and is the same config
 
 
 class FinetuneConfig(Section):
@@ -367,6 +373,13 @@ def _check_elsewhere(config: RunConfig) -> None:
             "There a client's own machine scores the model that it is given, and does not train it further.\n"
             "Nothing was run.",
             "leave out [finetune]; each client finds its model in its own folder, and may train it there for itself",
+        )
+    if config.fairness.explain:
+        raise UserError(
+            "fairness.explain = true is not for a federation.",
+            "Why a client is worse off is read from its update before any noise, and that never leaves it.\n"
+            "Nothing was run.",
+            "leave out fairness.explain",
         )
 
 

@@ -155,6 +155,33 @@ class Model:
         (gradient,) = torch.autograd.grad(self.losses(self.unflatten(leaf), x, y).mean(), leaf)
         return gradient
 
+    def hessian_product(self, weights: Tensor, x: Tensor, y: Tensor, direction: Tensor) -> Tensor:
+        """The Hessian of the mean loss over records, times a direction (p,).
+
+        Where a network has a kink (ReLU) it is that of the smooth piece around the parameters.
+        """
+        leaf = weights.detach().requires_grad_()
+        loss = self.losses(self.unflatten(leaf), x, y).mean()
+        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        if not gradient.requires_grad:  # a loss of planes, such as a hinge: nothing bends
+            return torch.zeros_like(weights)
+        # all the way back, and not to the parameters alone: a layer without second derivatives would be passed by
+        gradient.backward(direction)
+        return torch.zeros_like(weights) if leaf.grad is None else leaf.grad
+
+    def check_hessian(self) -> None:
+        """Refuse a model whose loss cannot be differentiated twice."""
+        weights, x, y = self._trial()
+        try:
+            self.hessian_product(weights, x, y, torch.ones_like(weights))
+        except (RuntimeError, NotImplementedError) as error:
+            raise UserError(
+                f"fairness.explain = true does not go with model.name = {shown(self.spec.name)}.",
+                "It takes second derivatives of the loss, and a layer has none. torch said:\n"
+                f"{str(error).splitlines()[0]} Nothing was run.",
+                "leave out fairness.explain",
+            ) from error
+
     @torch.no_grad()
     def predict(self, weights: Tensor, x: Tensor) -> Tensor:
         """Outputs (n, classes), or (n, 1)."""

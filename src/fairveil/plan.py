@@ -314,9 +314,11 @@ def materials(
     """
     algorithm = config.build_algorithm()
     federation = config.build_federation()
-    _check_fairness(config, federation)
+    _check_fairness(config, algorithm, federation)
     _check_public(config, algorithm, federation)
     model = config.model_spec(federation).build()
+    if config.fairness.explain:
+        model.check_hessian()
     if config.unit == "record" and not algorithm.pooled:
         path_of(model)  # refuses what has no per-record gradients
     facts = Facts(
@@ -342,8 +344,16 @@ def materials(
     return found, federation, model, facts
 
 
-def _check_fairness(config: RunConfig, federation: Federation) -> None:
+def _check_fairness(config: RunConfig, algorithm: Algorithm[Any], federation: Federation) -> None:
     """What the run is to be judged by must be there."""
+    published = getattr(algorithm, "faithful", False)  # clips when it has seen all: there is no share of a client
+    if config.fairness.explain and (published or type(algorithm).next_round is Algorithm.next_round):
+        raise UserError(
+            f"fairness.explain = true makes no sense with {config.algorithm.name}.",
+            "It needs a client-level algorithm, of which a round adds up updates that clients have clipped. "
+            "Nothing was run.",
+            'leave out fairness.explain, or algorithm.name = "fedavg"',
+        )
     groups, positive = config.fairness.groups, config.fairness.positive
     known = ["cluster", *federation.attributes]
     if groups not in known:

@@ -17,6 +17,7 @@ import numpy as np
 
 from fairveil.config import RunConfig, load_config
 from fairveil.data.federation import Federation
+from fairveil.diagnosis import explain_scores
 from fairveil.engine.blocks import best_block
 from fairveil.engine.local import LocalEngine
 from fairveil.engine.ray import RayEngine
@@ -335,6 +336,7 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None, place: Pla
                 scores += scores_of(plan, engine, number, served, personal)
             if number == algorithm.rounds and engine.measures:
                 scores += cost_scores(plan, engine, number, served, personal, federation, scales)
+                scores += explain_scores(plan, engine, number, state, personal)
                 save_confusion(plan, engine, store, served, personal)
                 tuned, kept = finetuned(plan, engine, number, served, personal, session.initial_model())
                 scores += tuned

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, cast
 
@@ -19,10 +19,10 @@ from torch import Tensor
 from fairveil.errors import UserError
 from fairveil.privacy.choice import Score
 from fairveil.privacy.consensus import SmoothedPrice
-from fairveil.privacy.mechanisms import Mechanism
+from fairveil.privacy.mechanisms import CohortSums, Mechanism
 from fairveil.privacy.release import Plain
 from fairveil.privacy.training import NoisyTraining
-from fairveil.session import Facts, Offer, Pick, Session, Terms
+from fairveil.session import Facts, Offer, Pick, Session, Task, Terms
 from fairveil.session import Unit as Unit
 from fairveil.tasks import local_update
 
@@ -60,6 +60,18 @@ class SmoothedCost:
     total: float  # Renyi divergence, over all publications
     price: SmoothedPrice
     times: int  # how many publications
+
+
+@dataclass(frozen=True)
+class NextRound:
+    """What a client-level system would do next, for whoever asks why a client is worse off. Simulation only."""
+
+    model: Tensor  # w (p,)
+    task: Task  # its clients share by it
+    mechanism: CohortSums  # with a part "update" (p,)
+    inputs: Mapping[str, Plain]
+    scale: float  # the step is scale * (noisy sum of "update"); expected cohort and clip rescaling are in it
+    full: float  # a client's update times this is its share, if it were neither clipped nor weighed down
 
 
 class Algorithm(BaseModel, ABC, Generic[S]):
@@ -132,6 +144,13 @@ class Algorithm(BaseModel, ABC, Generic[S]):
 
     def voted(self, state: S) -> Voted | None:
         """What a voting system has found so far; None: nobody votes."""
+        return None
+
+    def next_round(self, facts: Facts, state: S, terms: Terms) -> NextRound | None:
+        """What one more round would do, for `fairness.explain`; None: it is no mean of clients' updates.
+
+        Its inputs are those of `tasks.bounded_update` and whatever else its task takes.
+        """
         return None
 
 

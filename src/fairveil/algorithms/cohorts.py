@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fairveil.algorithms.base import Algorithm, Unit
+from fairveil.algorithms.base import Algorithm, NextRound, Unit
 from fairveil.privacy.faithful import MedianClipped
 from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, SumMechanism
 from fairveil.privacy.release import Plain, Reply
@@ -140,6 +140,16 @@ class BoundedTraining(SampledTraining[S]):
     def step(self, facts: Facts, state: Tracked) -> float:
         """The noisy sum times this is the weighted mean of the clipped updates: C_t/(clip_norm q sum_k weight_k)."""
         return unit_of(state.clip, facts.clip_norm) / (self.sample_rate * self.whole(facts))
+
+    def ahead(self, task: Task, state: Tracked, terms: Terms, **more: Plain) -> NextRound | None:
+        """One more round, of a system whose step is the weighted mean; see `Algorithm.next_round`."""
+        mechanism = self.cohort_sum(terms)
+        if not isinstance(mechanism, CohortSums):
+            return None  # as published it clips when it has seen all
+        step = self.step(terms.facts, state)
+        inputs = self.inputs(state, self.rounds) | more
+        full = 1 / (step * self.sample_rate * len(terms.facts.size))  # of a client that weighs as much as the others
+        return NextRound(state.model, task, mechanism, inputs, self.server_learning_rate * step, full)
 
     def whole(self, facts: Facts) -> float:
         """W: what all clients weigh together, by their declared sizes. A constant: the drawn ones are not summed."""

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field
 from torch import Tensor
 
-from fairveil.algorithms.base import NoiseFor, check_tolerated
+from fairveil.algorithms.base import NextRound, NoiseFor, check_tolerated
 from fairveil.algorithms.cohorts import SampledTraining
 from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, Sharers
 from fairveil.session import Facts, Pick, Session, Terms
@@ -62,8 +62,15 @@ class DPFedAvg(SampledTraining[State]):
             bounded_update, session.cohort(mechanism.asked), mechanism,
             shared=self.training(state.model, session.round),
         )  # fmt: skip
-        expected = self.sample_rate * len(session.facts.size)  # q * n
-        return State(state.model + (self.server_learning_rate / expected) * noisy["update"])
+        return State(state.model + self._scale(session.facts) * noisy["update"])
+
+    def _scale(self, facts: Facts) -> float:
+        """The step is so much of the noisy sum: the expected cohort is q * n."""
+        return self.server_learning_rate / (self.sample_rate * len(facts.size))
+
+    def next_round(self, facts: Facts, state: State, terms: Terms) -> NextRound:
+        inputs = self.training(state.model, self.rounds)
+        return NextRound(state.model, bounded_update, self.cohort_sum(terms), inputs, self._scale(facts), 1.0)
 
     def serve(self, facts: Facts, state: State) -> Pick:
         return Pick.same(state.model, facts)

@@ -30,6 +30,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fairveil.algorithms.base import NextRound
 from fairveil.algorithms.cohorts import WEIGHED, PublishedTraining, Tracked, serve_one, shared, size_weight, trained
 from fairveil.privacy.faithful import MedianClipped, MultiplierClipped
 from fairveil.privacy.mechanisms import CohortSums
@@ -55,7 +56,7 @@ class FairFedAvg(PublishedTraining[State]):
     deviation_weight: float = Field(0.0, ge=0, description="gamma, of what clipping and noise do to single clients")
     penalty: float = Field(0.0, ge=0, description="c, of the squared constraint")
     multiplier: float = Field(30.0, ge=0, description="lambda at the beginning of each round")
-    clip_rate: float = Field(1.0, gt=0, description="zeta, in units of C (in the paper at most 1e-4, absolute)")
+    clip_rate: float = Field(5.0, gt=0, description="zeta, in units of C (in the paper at most 1e-4, absolute)")
     multiplier_rate: float = Field(0.005, ge=0, description="xi")
     multiplier_steps: int = Field(5, ge=1, description="chi")
 
@@ -92,6 +93,9 @@ class FairFedAvg(PublishedTraining[State]):
             "multiplier_rate": self.multiplier_rate,
             "multiplier_steps": self.multiplier_steps,
         }
+
+    def next_round(self, facts: Facts, state: State, terms: Terms) -> NextRound | None:
+        return self.ahead(fairly_clipped_update, state, terms, **self.settings(facts, state))
 
     def serve(self, facts: Facts, state: State) -> Pick:
         return serve_one(facts, state)

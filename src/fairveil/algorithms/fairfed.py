@@ -22,12 +22,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fairveil.algorithms.base import NextRound
 from fairveil.algorithms.cohorts import WEIGHED, PublishedTraining, Tracked, serve_one, shared, trained
 from fairveil.privacy.faithful import MedianClipped
 from fairveil.privacy.mechanisms import CohortSums
-from fairveil.privacy.release import Reply
+from fairveil.privacy.release import Plain, Reply
 from fairveil.remote import deployable
-from fairveil.session import Facts, Member, Pick, Session
+from fairveil.session import Facts, Member, Pick, Session, Terms
 
 
 class FairFed(PublishedTraining[Tracked]):
@@ -45,12 +46,14 @@ class FairFed(PublishedTraining[Tracked]):
         return Tracked.first(session)
 
     def round(self, session: Session, state: Tracked) -> Tracked:
-        mean_size = float(session.facts.size.mean())  # n/N
-        noisy = self.asked(
-            session, follow_loss, state, beta=self.beta, largest_weight=self.largest_weight, mean_size=mean_size
-        )
+        noisy = self.asked(session, follow_loss, state, **self.settings(session.facts))
         step = self.server_learning_rate * self.step(session.facts, state) * noisy["update"]
         return Tracked(state.model + step, *self.followed(session.facts, state, noisy))
+
+    def settings(self, facts: Facts) -> dict[str, Plain]:
+        """What a client needs to find its weight, besides what all such tasks take."""
+        mean_size = float(facts.size.mean())  # n/N
+        return {"beta": self.beta, "largest_weight": self.largest_weight, "mean_size": mean_size}
 
     def step(self, facts: Facts, state: Tracked) -> float:
         return super().step(facts, state) * (1.0 if self.faithful else self.largest_weight)
@@ -60,6 +63,9 @@ class FairFed(PublishedTraining[Tracked]):
             return super().followed(facts, state, noisy)
         drawn = float(noisy["one"])
         return state.clip, float(noisy["loss"]) / drawn if drawn else state.loss  # exactly
+
+    def next_round(self, facts: Facts, state: Tracked, terms: Terms) -> NextRound | None:
+        return self.ahead(follow_loss, state, terms, **self.settings(facts))
 
     def serve(self, facts: Facts, state: Tracked) -> Pick:
         return serve_one(facts, state)

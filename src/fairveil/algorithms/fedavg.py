@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from fairveil.algorithms.base import NextRound
 from fairveil.algorithms.cohorts import WEIGHED, PublishedTraining, Tracked, serve_one, shared, size_weight, trained
 from fairveil.privacy.mechanisms import CohortSums
 from fairveil.privacy.release import Reply
 from fairveil.remote import deployable
-from fairveil.session import Facts, Member, Pick, Session
+from fairveil.session import Facts, Member, Pick, Session, Terms
 
 
 class FedAvg(PublishedTraining[Tracked]):
@@ -32,6 +33,9 @@ class FedAvg(PublishedTraining[Tracked]):
         noisy = self.asked(session, weighed_update, state)
         step = self.server_learning_rate * self.step(session.facts, state) * noisy["update"]
         return Tracked(state.model + step, *self.followed(session.facts, state, noisy))
+
+    def next_round(self, facts: Facts, state: Tracked, terms: Terms) -> NextRound | None:
+        return self.ahead(weighed_update, state, terms)
 
     def serve(self, facts: Facts, state: Tracked) -> Pick:
         return serve_one(facts, state)

@@ -16,11 +16,12 @@ from typing import ClassVar, cast
 
 from pydantic import Field
 
+from fairveil.algorithms.base import NextRound
 from fairveil.algorithms.cohorts import WEIGHED, BoundedTraining, Tracked, serve_one, shared, size_weight, trained
 from fairveil.privacy.mechanisms import CohortSums
 from fairveil.privacy.release import Reply
 from fairveil.remote import deployable
-from fairveil.session import Facts, Member, Pick, Session
+from fairveil.session import Facts, Member, Pick, Session, Terms
 
 
 class RootLoss(BoundedTraining[Tracked]):
@@ -35,6 +36,9 @@ class RootLoss(BoundedTraining[Tracked]):
         noisy = self.asked(session, root_weighed_update, state, loss_scale=self.loss_scale)
         step = self.server_learning_rate * self.step(session.facts, state) * noisy["update"]
         return Tracked(state.model + step, *self.followed(session.facts, state, noisy))
+
+    def next_round(self, facts: Facts, state: Tracked, terms: Terms) -> NextRound | None:
+        return self.ahead(root_weighed_update, state, terms, loss_scale=self.loss_scale)
 
     def serve(self, facts: Facts, state: Tracked) -> Pick:
         return serve_one(facts, state)

@@ -36,6 +36,7 @@ from fairveil.report.tables import (
     in_range,
 )
 from fairveil.report.votes import answers_by_class, votes_table
+from fairveil.report.why import why_dots, why_table
 
 
 def run_page(run: Run) -> Page:
@@ -177,10 +178,13 @@ def charts(*makers: Callable[[], Chart | None]) -> list[Chart]:
 def _fairness(run: Run, judged: Judged | None) -> list[Any]:
     if judged is None:
         return []
-    figures = charts(lambda: scores_by_round([run]), lambda: client_dots(run), lambda: client_histogram(run))
-    figures += charts(lambda: personal_dots(run))
+    figures = charts(
+        lambda: scores_by_round([run]), lambda: client_dots(run), lambda: client_histogram(run),
+        lambda: personal_dots(run), lambda: why_dots(run),
+    )  # fmt: skip
     personal = filter(None, [personal_table(run)])
     tables = [group_table(judged), figure_table(judged), *personal, *attribute_tables(run), *cost_tables(run)]
+    tables += why_table(run)
     return [*figures, *tables, client_table(run, judged), *charts(lambda: data_plane(run))]
 
 

@@ -1,0 +1,124 @@
+"""Why a client is worse off: the terms that a run with `fairness.explain` has left, in a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+from matplotlib.artist import Artist
+
+from fairveil.reading import Run
+from fairveil.report.chart import COLOURS, GREY, Chart, legend_below, new_axes, shape_of, shortened, styled
+from fairveil.report.page import Cell, Table, number, words
+
+TERMS = ("initial gap", "a", "b", "c", "d")  # their sum is the gap after one more round
+OTHERS = ("error of d", "bias", "variance", "kept")
+WORST = 10  # clients in table and picture
+MOST_GROUPS = 12  # of which the means are told
+CERTAIN = 2.0  # standard errors from 0, before noise is called a reason
+WHOLE = 0.995  # so much of an update counts as all of it
+
+
+def why_terms(run: Run) -> pd.DataFrame | None:
+    """The terms of every client that has training records, the worst off first; None: the run was not asked.
+
+    Columns: client, name, group, "gap" after one more round, and the terms as `fairveil.diagnosis` names them.
+    """
+    tables = {metric: run.scores(metric, split="train", model="explain") for metric in (*TERMS, *OTHERS)}
+    if any(table.empty for table in tables.values()):
+        return None
+    found = run.clients[["name", "group"]].copy()
+    found.insert(0, "client", np.arange(len(found)))
+    for metric, table in tables.items():
+        found[metric] = table.iloc[-1].to_numpy()
+    found["gap"] = found[list(TERMS)].sum(axis=1)
+    found["step"] = found["a"] + found["b"]
+    return found.dropna(subset=["initial gap"]).sort_values("gap", kind="stable").reset_index(drop=True)
+
+
+def why(term: Mapping[str, float]) -> str:
+    """What weighs most on a client in one more round, in a sentence; `term` is a row of `why_terms`."""
+    parts = [_cause(term)]
+    if term["kept"] < WHOLE:
+        parts.append(f"clipping (or its weight) keeps {100 * term['kept']:.0f}% of its update")
+    if term["variance"] > term["bias"]:
+        parts.append(f"noise moves its share of the mean more than {'that' if term['kept'] < WHOLE else 'clipping'}")
+    return f"{'; '.join(parts)}."
+
+
+def _cause(term: Mapping[str, float]) -> str:
+    """The largest of the terms that the next round holds against a client, if it loses on the mean at all."""
+    if term["gap"] >= 0:
+        return "it is better off than the mean"
+    if term["step"] + term["c"] + term["d"] >= 0:
+        return "earlier rounds: the next one brings it closer to the mean"
+    certain = term["d"] < -CERTAIN * term["error of d"]
+    against = {"step": term["step"], "c": term["c"], "d": term["d"] if certain else 0.0}
+    said = {
+        "step": "the mean step points away from it" if term["b"] < 0 else "the mean step helps it less than others",
+        "c": "the step is too long for it: its loss bends up more than that of others",
+        "d": "noise: its loss is more sensitive to it than that of others",
+    }
+    worst = min(against, key=lambda name: against[name])
+    return said[worst] if against[worst] < 0 else "noise, perhaps: the probes cannot tell"
+
+
+def why_table(run: Run) -> list[Table]:
+    """The means of the groups, then the clients that are worst off, with what weighs most on each."""
+    terms = why_terms(run)
+    if terms is None:
+        return []
+    shown = ["gap", *TERMS, "error of d", "bias", "variance"]
+    rows: list[list[Cell]] = []
+    groups = list(dict.fromkeys(terms["group"]))
+    for name in groups[:MOST_GROUPS]:
+        inside = terms[terms["group"] == name]
+        means = inside[[*shown, "step", "kept"]].mean()
+        whom = words(f"mean of {len(inside):,}")
+        # probes are the same for all clients, so that the errors of a group do not average out
+        rows.append([whom, words(name), *(number(float(means[c]), ",.4g") for c in shown), words(why(means.to_dict()))])
+    for _, row in terms.head(WORST).iterrows():
+        cells = [number(float(row[c]), ",.4g") for c in shown]
+        rows.append([words(row["name"]), words(row["group"]), *cells, words(why(row.to_dict()))])
+    caption = (
+        f"Why a client is worse off. One more round taken apart, for {len(terms):,} clients on their training records: "
+        "means by group, then the worst off. Gap: mean loss of all clients less that of this one; below 0 it is worse "
+        "off. It is the sum of the gap now, a and b (what the mean step gains all clients, and this one), c "
+        "(curvature along the step) and d (noise; ± its standard error). Bias and variance: how far clipping, and how "
+        "far noise, moves a client's update (l1). After Du, Xiang and Wu (2025), Theorems 1 and 2. Computed without "
+        "noise, in a simulation."
+    )
+    columns = ["client", "group", "gap after", "gap now", "a", "b", "c", "d", "± d", "bias", "variance", "what weighs"]
+    return [Table("why", caption, columns, rows)]
+
+
+def why_dots(run: Run) -> Chart | None:
+    """What one more round adds to the gap of those that are worst off: a dot for each cause."""
+    terms = why_terms(run)
+    if terms is None or terms.empty:
+        return None
+    data = terms.head(WORST)[["client", "name", "group", "gap", "initial gap", "step", "c", "d"]]
+    place = np.arange(len(data))[::-1]  # the worst on top
+    causes = (("step", "mean step (a + b)"), ("c", "curvature (c)"), ("d", "noise (d)"))
+    with styled():
+        figure, axes = new_axes()
+        axes.axvline(0, color=GREY, linewidth=1)
+        entries: list[tuple[Artist, str]] = [
+            (axes.scatter(data[column], place, 30, COLOURS[i], marker=shape_of(i), linewidths=0, alpha=0.85), name)
+            for i, (column, name) in enumerate(causes)
+        ]
+        axes.set_yticks(place, [shortened(str(name), 16) for name in data["name"]])
+        axes.set_xlabel("added to the gap; left: worse off")
+        axes.set_ylabel("client")
+        legend_below(figure, entries)
+    marks = [
+        (axes, float(row[column]), float(at), f"{row['name']} ({row['group']}), {name}: {row[column]:.3g}")
+        for at, (_, row) in zip(place, data.iterrows(), strict=True)
+        for column, name in causes
+    ]
+    caption = (
+        f"The {len(data)} worst off of {len(terms):,} clients, the worst on top: how one more round would change the "
+        "gap between the mean loss and theirs, by cause."
+    )
+    return Chart("why-clients", "Why a client is worse off", caption, figure, data, marks)
