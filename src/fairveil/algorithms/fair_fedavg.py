@@ -22,12 +22,12 @@ three are of one draw and have noise of their own: one event, see `cohorts.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fairveil.algorithms.base import NextRound
@@ -56,9 +56,16 @@ class FairFedAvg(PublishedTraining[State]):
     deviation_weight: float = Field(0.0, ge=0, description="gamma, of what clipping and noise do to single clients")
     penalty: float = Field(0.0, ge=0, description="c, of the squared constraint")
     multiplier: float = Field(30.0, ge=0, description="lambda at the beginning of each round")
-    clip_rate: float = Field(5.0, gt=0, description="zeta, in units of C (in the paper at most 1e-4, absolute)")
+    clip_rate: float = Field(100.0, gt=0, description="zeta, in units of C (in the paper at most 1e-4, absolute)")
     multiplier_rate: float = Field(0.005, ge=0, description="xi")
     multiplier_steps: int = Field(5, ge=1, description="chi")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_printed(cls, given: Any) -> Any:
+        """alpha and zeta of the paper, for its own form."""
+        published = isinstance(given, Mapping) and given.get("faithful")
+        return {"alpha": 2.0, "clip_rate": 1e-4} | dict(given) if published else given
 
     def exact_sum(self, terms: Terms) -> MedianClipped:
         method = Multipliers(
