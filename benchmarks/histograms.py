@@ -1,6 +1,7 @@
 """How accuracy is spread over clients in runs of sweeps: `python -m benchmarks.histograms SWEEP... [--out FILE]`.
 
-Du, Xiang and Wu (2025), Figures 2 to 6, as a table: for every run, how many clients have which accuracy, in ten bins.
+Du, Xiang and Wu (2025), Figures 2 to 6, as a table: for every run, how many clients have which accuracy, in ten bins;
+and, where the sum is clipped as it was published, the share of an update that this takes away, over all rounds.
 SWEEPs are folders that `fairveil sweep` has made, of examples/fair-clipping.
 """
 
@@ -24,9 +25,12 @@ def counted(folder: Path) -> pd.DataFrame:
     found = read_sweep(folder)
     rows = []
     for cell in found.sweep.cells:
-        scores = load_run(found.folders[cell]).scores("accuracy").iloc[-1]
-        rows.append(histogram(scores.to_numpy(dtype=float), BINS)[0])
-    names = [f"from_{100 * k // BINS}" for k in range(BINS)]
+        run = load_run(found.folders[cell])
+        counts = histogram(run.scores("accuracy").iloc[-1].to_numpy(dtype=float), BINS)[0]
+        metrics = run.metrics
+        away = metrics.loc[metrics["metric"] == "clipped_away", "value"].mean()
+        rows.append([*counts, away])
+    names = [*(f"from_{100 * k // BINS}" for k in range(BINS)), "clipped_away"]
     kept = found.result.table[["variant", *found.sweep.keys, "seed", "config_hash", "commit"]]
     return pd.concat([kept, pd.DataFrame(rows, columns=names)], axis=1).assign(sweep=found.sweep.name)
 

@@ -26,7 +26,7 @@ from fairveil.privacy.mechanisms import CohortSums
 from fairveil.privacy.release import Reply
 from fairveil.reading import Run, load_run
 from fairveil.report.run_page import run_page
-from fairveil.report.why import TERMS, why, why_dots, why_table, why_terms
+from fairveil.report.why import TERMS, why, why_dots, why_tables, why_terms
 from fairveil.run import start_run
 from fairveil.session import Facts, Member, Terms
 from fairveil.store import Store
@@ -280,7 +280,7 @@ def test_a_run_sends_and_serves_the_same_whether_or_not_it_is_explained(digits: 
         np.testing.assert_array_equal(explained(found[0], metric), explained(found[1], metric))
         assert np.isfinite(explained(found[0], metric)).all()
     assert found[2].scores("a", split="train", model="explain").empty
-    assert why_terms(found[2]) is None and why_table(found[2]) == [] and why_dots(found[2]) is None
+    assert why_terms(found[2]) is None and why_tables(found[2]) == [] and why_dots(found[2]) is None
 
 
 NOTHING: dict[str, Any] = {"fairness": {}}
@@ -411,9 +411,13 @@ def test_the_report_says_why(digits: dict[str, Any], runs: Path) -> None:
     terms = why_terms(run)
     assert terms is not None and len(terms) == 5 and terms["gap"].is_monotonic_increasing
     np.testing.assert_allclose(terms["gap"], terms[list(TERMS)].sum(axis=1))
-    (table,) = why_table(run)
-    first = [row[0].text for row in table.rows]
+    reasons, figures = why_tables(run)
+    first = [row[0].text for row in reasons.rows]
     assert sorted(first[:2]) == ["mean of 2", "mean of 3"] and first[2:] == terms["name"].tolist()
+    assert [row[:3] for row in figures.rows] == [row[:3] for row in reasons.rows]
+    for row in figures.rows:
+        gap, *parts = (cell.order for cell in row[2:8])
+        assert sum(parts) == pytest.approx(gap)  # type: ignore[arg-type]
     page = run_page(run).html()
     assert page.count("Why a client is worse off") >= 2  # table and picture
     assert "clipping (or its weight) keeps" in page

@@ -36,7 +36,7 @@ from fairveil.report.tables import (
     in_range,
 )
 from fairveil.report.votes import answers_by_class, votes_table
-from fairveil.report.why import why_dots, why_table
+from fairveil.report.why import why_dots, why_tables
 
 
 def run_page(run: Run) -> Page:
@@ -184,7 +184,7 @@ def _fairness(run: Run, judged: Judged | None) -> list[Any]:
     )  # fmt: skip
     personal = filter(None, [personal_table(run)])
     tables = [group_table(judged), figure_table(judged), *personal, *attribute_tables(run), *cost_tables(run)]
-    tables += why_table(run)
+    tables += why_tables(run)
     return [*figures, *tables, client_table(run, judged), *charts(lambda: data_plane(run))]
 
 

@@ -64,33 +64,41 @@ def _cause(term: Mapping[str, float]) -> str:
     return said[worst] if against[worst] < 0 else "noise, perhaps: the probes cannot tell"
 
 
-def why_table(run: Run) -> list[Table]:
-    """The means of the groups, then the clients that are worst off, with what weighs most on each."""
+def why_tables(run: Run) -> list[Table]:
+    """The means of the groups, then the clients that are worst off: what weighs most on each, and its terms."""
     terms = why_terms(run)
     if terms is None:
         return []
-    shown = ["gap", *TERMS, "error of d", "bias", "variance"]
-    rows: list[list[Cell]] = []
-    groups = list(dict.fromkeys(terms["group"]))
-    for name in groups[:MOST_GROUPS]:
+    asked: list[tuple[str, str, Mapping[str, float]]] = []
+    for name in list(dict.fromkeys(terms["group"]))[:MOST_GROUPS]:
         inside = terms[terms["group"] == name]
-        means = inside[[*shown, "step", "kept"]].mean()
-        whom = words(f"mean of {len(inside):,}")
         # probes are the same for all clients, so that the errors of a group do not average out
-        rows.append([whom, words(name), *(number(float(means[c]), ",.4g") for c in shown), words(why(means.to_dict()))])
-    for _, row in terms.head(WORST).iterrows():
-        cells = [number(float(row[c]), ",.4g") for c in shown]
-        rows.append([words(row["name"]), words(row["group"]), *cells, words(why(row.to_dict()))])
+        means = inside[["gap", *TERMS, *OTHERS, "step"]].mean().to_dict()
+        asked.append((f"mean of {len(inside):,}", str(name), means))
+    asked += [(row["name"], row["group"], row.to_dict()) for _, row in terms.head(WORST).iterrows()]
+    shown = ["gap", *TERMS, "error of d", "bias", "variance"]
+    reasons: list[list[Cell]] = []
+    figures: list[list[Cell]] = []
+    for name, group, term in asked:
+        whom = [words(name), words(group)]
+        reasons.append([*whom, number(term["gap"], ",.4g"), words(why(term))])
+        figures.append([*whom, *(number(term[column], ",.4g") for column in shown)])
     caption = (
         f"Why a client is worse off. One more round taken apart, for {len(terms):,} clients on their training records: "
         "means by group, then the worst off. Gap: mean loss of all clients less that of this one; below 0 it is worse "
-        "off. It is the sum of the gap now, a and b (what the mean step gains all clients, and this one), c "
-        "(curvature along the step) and d (noise; ± its standard error). Bias and variance: how far clipping, and how "
-        "far noise, moves a client's update (l1). After Du, Xiang and Wu (2025), Theorems 1 and 2. Computed without "
-        "noise, in a simulation."
+        "off. Computed without noise, in a simulation."
     )
-    columns = ["client", "group", "gap after", "gap now", "a", "b", "c", "d", "± d", "bias", "variance", "what weighs"]
-    return [Table("why", caption, columns, rows)]
+    explained = (
+        "The same in figures. The gap after the round is the sum of the gap now, a and b (what the mean step gains all "
+        "clients, and this one), c (curvature along the step) and d (noise; ± its standard error). Bias and variance: "
+        "how far clipping, and how far noise, moves a client's update (l1). After Du, Xiang and Wu (2025), Theorems 1 "
+        "and 2."
+    )
+    columns = ["client", "group", "gap after", "gap now", "a", "b", "c", "d", "± d", "bias", "variance"]
+    return [
+        Table("why", caption, ["client", "group", "gap after", "what weighs"], reasons),
+        Table("why-terms", explained, columns, figures),
+    ]
 
 
 def why_dots(run: Run) -> Chart | None:
