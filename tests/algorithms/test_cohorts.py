@@ -381,6 +381,8 @@ def test_the_published_form_exceeds_the_sensitivity_that_it_states() -> None:
     scale = max(one.scale for one in found)  # one client more or less: other noise for all parameters
     assert moved > 7 and scale > 10
     page = " ".join((Path(__file__).parents[2] / "docs/fair-clipping.md").read_text().split())
+    usual = [float(np.median(values)) for values in ([one.moved for one in found], [one.scale for one in found])]
+    assert f"it is more than {usual[0]:.2f} and {usual[1]:.2f} times" in page
     assert f"by up to {moved:.1f} times what the proof" in page and f"up to {scale:.0f} times more noise" in page
 
 
