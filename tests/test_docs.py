@@ -511,4 +511,6 @@ def test_every_example_can_be_planned(path: Path) -> None:
         if issubclass(dataset, Stored) and dataset.archive.missing():
             pytest.skip(f"{name} is not here")
     plan = fairveil.make_plan(config)
-    assert 0 < plan.price.epsilon <= (8.0 if plan.algorithm.unit != "metric" else math.inf)
+    # those that repeat a paper have its noise, and print what that means
+    bounded = plan.algorithm.unit != "metric" and not path.stem.startswith("paper-")
+    assert 0 < plan.price.epsilon <= (8.0 if bounded else math.inf)
