@@ -20,11 +20,13 @@ from fairveil.models import Model
 from fairveil.options import shown
 from fairveil.preparation import preparation_releases
 from fairveil.privacy.accounting import Price, calibrate_many, price
+from fairveil.privacy.faithful import MedianClipped
 from fairveil.privacy.gradients import path_of
 from fairveil.privacy.ledger import FEDERATION, Ledger
 from fairveil.privacy.mechanisms import Mechanism, Releases, Sharers, canonical, events_of, without_leaks
 from fairveil.privacy.metric import GaussianBall, Sanitiser
 from fairveil.privacy.statement import (
+    PUBLISHED,
     SECURE_SUM,
     SHARED_DRAW,
     SHARED_NOISE,
@@ -163,7 +165,8 @@ class Plan:
         public |= self.algorithm.public | {f"answers of {k}": v for k, v in self.algorithm.public_tasks.items()}
         by_size = sorted(self.protected, key=lambda unit: self.terms[unit].size or 0)
         noised = [without_leaks(releases) for releases in self.releases.values()]
-        prices = _prices(noised, self.config.privacy, self.holders) if any(noised) else []
+        told = any(noised) and not _unpriced(self.algorithm, self.terms.values())
+        prices = _prices(noised, self.config.privacy, self.holders) if told else []
         return make_statement(
             unit=self.unit,
             pooled=self.pooled,
@@ -191,6 +194,8 @@ class Plan:
 
     def _trust(self) -> str:
         secure = self.config.privacy.trust == "secure-sum"
+        if any(isinstance(mechanism, MedianClipped) for each in self.releases.values() for mechanism in each):
+            return PUBLISHED
         if self._sharers is None:
             return SECURE_SUM if secure else self.algorithm.trust
         drawn = any(getattr(mechanism, "sample_rate", 1.0) < 1 for each in self.releases.values() for mechanism in each)
@@ -246,12 +251,19 @@ def make_plan(config: RunConfig) -> Plan:
     releases = [releases_at(unit, z) for unit, z in zip(protected, noise, strict=True)]
     prices = _prices(releases, privacy, holders)
     noised = [without_leaks(each) for each in releases]
-    if privacy.epsilon is not None and any(releases) and not any(noised):
+    if privacy.epsilon is not None and _unpriced(algorithm, terms.values()):
         raise UserError(
             f"privacy.epsilon = {privacy.epsilon:g} cannot be met.",
             f"Nothing that {config.algorithm.name} would send has a price, so that no noise can be solved for.\n"
             "Nothing was run.",
             "privacy.noise_multiplier = 1.0 instead of epsilon, or leave out algorithm.faithful",
+        )
+    if privacy.trust == "secure-sum" and any(isinstance(m, MedianClipped) for each in releases for m in each):
+        raise UserError(
+            'privacy.trust = "secure-sum" does not go with algorithm.faithful.',
+            "The published form clips what clients have sent when it has seen all of it, which no sum in secret can.\n"
+            "Nothing was run.",
+            'privacy.trust = "server", or leave out algorithm.faithful',
         )
     _check_budget(privacy, max(found.epsilon for found in _prices(noised, privacy, holders)))
     if any(getattr(m, "adjacency", privacy.adjacency) != privacy.adjacency for each in releases for m in each):
@@ -261,6 +273,12 @@ def make_plan(config: RunConfig) -> Plan:
         for unit, z, found in zip(protected, noise, prices, strict=True)
     ]
     return Plan(config, algorithm, federation, model, facts, tuple(units))
+
+
+def _unpriced(algorithm: Algorithm[Any], terms: Iterable[Terms]) -> bool:
+    """Whether the training sends something, of which nothing has a price: what is sent before it is no help."""
+    sent = [algorithm.releases(each) for each in terms]
+    return any(sent) and not any(map(without_leaks, sent))
 
 
 def all_releases(algorithm: Algorithm[Any], federation: Federation, terms: Terms) -> Counter[Mechanism]:
@@ -347,11 +365,18 @@ def materials(
 def _check_fairness(config: RunConfig, algorithm: Algorithm[Any], federation: Federation) -> None:
     """What the run is to be judged by must be there."""
     published = getattr(algorithm, "faithful", False)  # clips when it has seen all: there is no share of a client
-    if config.fairness.explain and (published or type(algorithm).next_round is Algorithm.next_round):
+    if config.fairness.explain and published:
+        raise UserError(
+            "fairness.explain = true does not go with algorithm.faithful.",
+            "The published form clips when it has seen all: there is no share of a client to be explained. "
+            "Nothing was run.",
+            "leave out algorithm.faithful, or fairness.explain",
+        )
+    if config.fairness.explain and type(algorithm).next_round is Algorithm.next_round:
         raise UserError(
             f"fairness.explain = true makes no sense with {config.algorithm.name}.",
-            "It needs a client-level algorithm, of which a round adds up updates that clients have clipped. "
-            "Nothing was run.",
+            "It needs a client-level algorithm with one model, whose step is a mean of updates that clients have "
+            "clipped. Nothing was run.",
             'leave out fairness.explain, or algorithm.name = "fedavg"',
         )
     groups, positive = config.fairness.groups, config.fairness.positive

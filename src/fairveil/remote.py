@@ -76,12 +76,23 @@ class Count:
 
 
 @dataclass(frozen=True)
+class Positive:
+    """An input that is a number above 0. A task may divide by it: what fails must not depend on the records.
+
+    Attributes:
+        zero: whether it may be 0 as well.
+    """
+
+    zero: bool = False
+
+
+@dataclass(frozen=True)
 class Deployable:
     """A task that may travel.
 
     Attributes:
         by: the kind of mechanism it answers by; None: it keeps everything to itself.
-        inputs: what it takes: a tensor, a count, or a plain value of this type.
+        inputs: what it takes: a tensor, a count, a number above 0, or a plain value of this type.
         optional: which of them may be left out.
         together: which of these are left out all, or none.
         needs: what it must find in the client's personal state.
@@ -90,7 +101,7 @@ class Deployable:
 
     task: Task
     by: type | None
-    inputs: Mapping[str, Array | Count | type]
+    inputs: Mapping[str, Array | Count | Positive | type]
     optional: frozenset[str]
     together: frozenset[str]
     needs: frozenset[str]
@@ -141,6 +152,9 @@ class Deployable:
             elif isinstance(wanted, Count):
                 if type(value) is not int or not 1 <= value <= MOST:
                     raise Malformed(f"the input {name!r} must be a whole number from 1 to {MOST:,}")
+            elif isinstance(wanted, Positive):
+                if type(value) is not float or not (value > 0 or (wanted.zero and value == 0)):
+                    raise Malformed(f"the input {name!r} must be a number above 0{' or 0' if wanted.zero else ''}")
             elif type(value) is not wanted:
                 raise Malformed(f"the input {name!r} must be a {wanted.__name__}, not a {type(value).__name__}")
         check_finite(given)
@@ -197,7 +211,7 @@ T = TypeVar("T", bound=Task)
 
 def deployable(
     *, by: type | None = None, optional: tuple[str, ...] = (), together: tuple[str, ...] = (),
-    needs: tuple[str, ...] = (), prepares: bool = False, **inputs: Array | Count | type,
+    needs: tuple[str, ...] = (), prepares: bool = False, **inputs: Array | Count | Positive | type,
 ) -> Callable[[T], T]:  # fmt: skip
     """Say of a task what it takes, so that it may run on a client's own machine."""
 

@@ -78,6 +78,7 @@ def descent(members: Sequence[Member], starts: Tensor) -> Tensor:
         records = [members[k].data.train for k in rows]
         if together:
             sums = clipped_sums(model, weights[list(rows)], records, list(rows.values()), math.inf).total
+            sums = sums.to(weights.dtype)  # else the long batch of one client would make the others' sums more exact
             gradients = sums / torch.tensor([len(batch) for batch in rows.values()]).unsqueeze(1)
         else:
             each = zip(rows.items(), records, strict=True)

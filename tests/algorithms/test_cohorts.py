@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fairveil.algorithms import ALGORITHMS
 from fairveil.algorithms.cohorts import CLIP_RATE, BoundedTraining, PublishedTraining, Tracked
-from fairveil.algorithms.fair_fedavg import FairFedAvg
+from fairveil.algorithms.fair_fedavg import FairFedAvg, fairly_kept
+from fairveil.algorithms.fair_fedavg import State as FairState
 from fairveil.algorithms.fairfed import FairFed
 from fairveil.algorithms.fedavg import FedAvg
 from fairveil.algorithms.loss_split import LossSplit
@@ -34,9 +35,11 @@ from fairveil.privacy.release import MINT
 from fairveil.run import run_plan
 from fairveil.session import Cohort, Facts, Member, Terms
 from fairveil.streams import Stream
+from fairveil.tasks import descent
 
 SPEC = ModelSpec("logistic", (4,), 3)
 SOUND = [name for name, cls in ALGORITHMS.items() if issubclass(cls, BoundedTraining)]
+CAPPED = [name for name in SOUND if ALGORITHMS[name].capped]  # type: ignore[attr-defined]
 PUBLISHED = [name for name, cls in ALGORITHMS.items() if issubclass(cls, PublishedTraining)]
 
 
@@ -123,7 +126,8 @@ def test_leaving_a_client_out_moves_no_sum_beyond_its_bound(name: str, size_cap:
     for seed in range(25):
         clients = draw_clients(seed)
         facts = facts_of(clients)
-        algorithm = ALGORITHMS[name](rounds=10, learning_rate=0.3, size_cap=size_cap)
+        by_size = {"size_cap": size_cap} if name in CAPPED else {}
+        algorithm = ALGORITHMS[name](rounds=10, learning_rate=0.3, **by_size)
         state = released(algorithm, OneRound(clients, facts), seed)  # type: ignore[arg-type]
         both = OneRound(clients, facts, round=1 + seed % 10)
         algorithm.round(both, state)  # type: ignore[arg-type]
@@ -135,6 +139,33 @@ def test_leaving_a_client_out_moves_no_sum_beyond_its_bound(name: str, size_cap:
                 farthest[part] = max(farthest.get(part, 0.0), moved)
     assert max(farthest.values()) <= 1 + 1e-9, farthest
     assert all(value > 0.5 for value in farthest.values()), farthest  # the bounds are needed: no empty test
+
+
+def test_a_client_with_long_batches_changes_no_other_update() -> None:
+    """Not by one bit: a hundred epochs of an unstable training would make more than the bound of it."""
+    few, many = (draw_clients(seed, count=4, scale=1.0) for seed in (1, 2))
+    longer = [_repeated(records, n) for records, n in zip(many.values(), (100, 100, 300, 129), strict=True)]
+    clients = dict(enumerate([*few.values(), *longer]))
+    facts = facts_of(clients)
+    inputs = {"model": SPEC.build().initial(Stream(5)), "learning_rate": 10.0, "local_epochs": 100, "batch_size": 256}
+
+    def ends(numbers: Sequence[int]) -> dict[int, Tensor]:
+        session = OneRound(clients, facts)
+        members = [
+            Member(ClientData(clients[k], clients[k]), session.model, inputs, None, {}, (k,), MINT) for k in numbers
+        ]
+        return dict(zip(numbers, descent(members, torch.stack([inputs["model"]] * len(numbers))), strict=True))
+
+    together = ends(range(8))
+    for k in range(8):
+        assert torch.equal(ends([k])[k], together[k]), k
+        rest = [j for j in range(8) if j != k]
+        assert all(torch.equal(one, together[j]) for j, one in ends(rest).items()), k
+
+
+def _repeated(records: Records, n: int) -> Records:
+    rows = torch.arange(n) % len(records)
+    return Records(records.x[rows] + 0.1 * torch.randn(n, *SPEC.features, generator=torch.Generator()), records.y[rows])
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -168,7 +199,7 @@ def values(name: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SOUND)
 def test_the_posted_epsilon_is_that_of_the_ledger_by_an_accountant_of_its_own(name: str, tmp_path: Any) -> None:
     """With weights by size. The noise is solved for epsilon 4; dp-accounting prices the event that was posted."""
-    plan = make_plan(make_config(values(name, size_cap=60)))
+    plan = make_plan(make_config(values(name, **({"size_cap": 60} if name in CAPPED else {}))))
     result = run_plan(plan, runs=tmp_path)
     (mechanism,) = plan.releases[-1]
     assert isinstance(mechanism, CohortSums)
@@ -210,6 +241,93 @@ def test_in_the_plain_case_all_are_fedavg(algorithm: Any, clip_norm: float) -> N
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
+def full_batch(session: OneRound, records: Records, weights: Tensor) -> tuple[Tensor, float]:
+    """The gradient on all records, by autograd, and the loss before it."""
+    weights = weights.clone().requires_grad_()
+    loss = session.model.losses(session.model.unflatten(weights), records.x, records.y).mean()
+    (gradient,) = torch.autograd.grad(loss, weights)
+    return gradient, float(loss.detach())
+
+
+def clipped(update: Tensor, bound: float) -> Tensor:
+    return update * min(1.0, bound / float(update.norm()))
+
+
+def test_fairfed_follows_the_losses_written_out() -> None:
+    """clamp(n_k N/n + beta (L_k - Lbar), 0, omega_max), with losses on both sides of the mean, and every clamp used."""
+    clients = draw_clients(4, count=8, scale=1.0)
+    session = OneRound(clients, facts_of(clients, 0.05))
+    algorithm = FairFed(**PLAIN, batch_size=100, beta=2.0, largest_weight=1.6)
+    state = replace(algorithm.start(session), loss=1.3)  # type: ignore[arg-type]
+    sizes, total, weights = session.facts.size, torch.zeros_like(state.model), []
+    for k, records in clients.items():
+        gradient, loss = full_batch(session, records, state.model)
+        weights.append(min(max(len(records) / sizes.mean() + 2.0 * (loss - 1.3), 0.0), 1.6))
+        total += weights[k] * clipped(-0.1 * gradient, 0.05)
+    assert {0.0, 1.6} < set(weights)
+    found = algorithm.round(session, state).model  # type: ignore[arg-type]
+    torch.testing.assert_close(found, state.model + total / len(clients), atol=1e-6, rtol=1e-4)
+
+
+def test_published_fairfed_keeps_its_weights_written_out() -> None:
+    """Two rounds: weight_k -= beta (mean loss - loss_k), divided by their sum; updates clipped at the median."""
+    clients = draw_clients(9, count=5, scale=1.0)
+    session = OneRound(clients, facts_of(clients))
+    algorithm = FairFed(**PLAIN, batch_size=100, beta=0.5, faithful=True)
+    state = replace(algorithm.start(session), loss=1.2)  # type: ignore[arg-type]
+    sizes = session.facts.size
+    weights, mean, model = {k: len(r) / sizes.mean() for k, r in clients.items()}, 1.2, state.model
+    for _ in range(2):
+        told = {k: full_batch(session, records, model) for k, records in clients.items()}
+        weights = {k: max(0.0, weights[k] + 0.5 * (told[k][1] - mean)) for k in clients}
+        median = float(np.median([0.1 * float(gradient.norm()) for gradient, _ in told.values()]))
+        steps = [weights[k] * clipped(-0.1 * gradient, median) for k, (gradient, _) in told.items()]
+        model = model + torch.stack(steps).sum(dim=0) / sum(weights.values())
+        mean = float(np.mean([loss for _, loss in told.values()]))
+        state = algorithm.round(session, state)  # type: ignore[arg-type]
+        torch.testing.assert_close(state.model, model, atol=1e-6, rtol=1e-4)
+        assert state.loss == pytest.approx(mean, rel=1e-6)
+
+
+def test_published_q_fedavg_written_out() -> None:
+    """F_k^q times what the median leaves of G_k, over the sum of h_k; noise of the median on the mean of them."""
+    clients, q = draw_clients(6, scale=1.0), 2.0
+    session = OneRound(clients, facts_of(clients))
+    algorithm = QFedAvg(**PLAIN, batch_size=100, fairness_power=q, faithful=True)
+    state = algorithm.start(session)  # type: ignore[arg-type]
+    told = [full_batch(session, records, state.model) for records in clients.values()]
+    median = float(np.median([float(gradient.norm()) for gradient, _ in told]))
+    top = torch.stack([F**q * clipped(gradient, median) for gradient, F in told]).sum(dim=0)
+    bottom = sum(q * F ** (q - 1) * float(gradient.norm()) ** 2 + F**q / 0.1 for gradient, F in told)
+    found = algorithm.round(session, state).model  # type: ignore[arg-type]
+    torch.testing.assert_close(found, state.model - top / bottom, atol=1e-6, rtol=1e-4)
+    noisy = algorithm.round(replace(session, noise_multiplier=2.0), state).model - found  # type: ignore[arg-type, type-var]
+    drawn = 2.0 * 0.1 * median * Stream(0).normal((len(noisy),))
+    torch.testing.assert_close(noisy, (len(clients) / (0.1 * bottom) * drawn).float(), atol=1e-5, rtol=1e-3)
+
+
+def test_loss_split_written_out() -> None:
+    """A late round: each takes the model of lower loss; V_j/(W sqrt(p_j)), and p follows the counts."""
+    clients = draw_clients(11, count=8, scale=1.0)
+    session = OneRound(clients, facts_of(clients, 0.05), round=10)
+    algorithm = LossSplit(**PLAIN, batch_size=100)
+    first = algorithm.start(session)  # type: ignore[arg-type]
+    second = first.model + 0.3 * Stream(1).normal((len(first.model),)).float()
+    state = replace(first, second=second, share=torch.tensor([0.64, 0.36]))
+    sums, counts = torch.zeros(2, len(second)), [0, 0]
+    for records in clients.values():
+        told = [full_batch(session, records, weights) for weights in (state.model, second)]
+        j = int(told[1][1] < told[0][1])
+        counts[j] += 1
+        sums[j] += clipped(-0.1 * told[j][0], 0.05)
+    assert sorted(counts)[0] >= 1 and counts[0] != counts[1]
+    after = algorithm.round(session, state)  # type: ignore[arg-type]
+    torch.testing.assert_close(after.model, state.model + sums[0] / (8 * 0.8), atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(after.second, second + sums[1] / (8 * 0.6), atol=1e-6, rtol=1e-4)
+    kept = [0.9 * share + 0.1 * count / 8 for share, count in zip((0.64, 0.36), counts, strict=True)]
+    torch.testing.assert_close(after.share, torch.tensor(kept))
+
+
 def test_fairfed_without_beta_weighs_by_size() -> None:
     clients = draw_clients(4, scale=1.0)
     largest = max(len(r) for r in clients.values())
@@ -224,15 +342,11 @@ def test_fedavg_is_the_mean_of_clipped_updates_by_autograd() -> None:
     session = OneRound(clients, facts_of(clients, 0.02))
     algorithm = FedAvg(**PLAIN, batch_size=100)
     start = session.initial_model()
-    clipped = []
-    for records in clients.values():
-        weights = start.clone().requires_grad_()
-        loss = session.model.losses(session.model.unflatten(weights), records.x, records.y).mean()
-        (gradient,) = torch.autograd.grad(loss, weights)
-        update = -0.1 * gradient
-        clipped.append(update * min(1.0, 0.02 / float(update.norm())))
+    updates = [-0.1 * full_batch(session, records, start)[0] for records in clients.values()]
     found = algorithm.round(session, algorithm.start(session)).model  # type: ignore[arg-type]
-    torch.testing.assert_close(found, start + torch.stack(clipped).mean(dim=0), atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(
+        found, start + torch.stack([clipped(update, 0.02) for update in updates]).mean(dim=0), atol=1e-6, rtol=1e-4
+    )
 
 
 def test_q_fedavg_is_the_paper_without_bounds() -> None:
@@ -245,10 +359,7 @@ def test_q_fedavg_is_the_paper_without_bounds() -> None:
     start = session.initial_model()
     top, bottom = torch.zeros_like(start), 0.0
     for records in clients.values():
-        weights = start.clone().requires_grad_()
-        loss = session.model.losses(session.model.unflatten(weights), records.x, records.y).mean()
-        (gradient,) = torch.autograd.grad(loss, weights)
-        F = float(loss.detach())
+        gradient, F = full_batch(session, records, start)
         top += F**q * gradient
         bottom += q * F ** (q - 1) * float(gradient.norm()) ** 2 + F**q / 0.1
     found = algorithm.round(session, algorithm.start(session)).model  # type: ignore[arg-type]
@@ -277,6 +388,57 @@ def test_fair_clips_favour_who_is_worse_off() -> None:
     worse = [kept[k] for k in clients if losses[k] > mean]
     assert min(worse) == pytest.approx(1.0, abs=1e-6)
     assert max(better) < 1 and min(better) >= 0.0999
+
+
+@pytest.mark.parametrize(
+    ("loss", "mean", "deviation_weight"), [(0.4, 1.1, 0.0), (1.05, 0.9, 0.0), (0.4, 1.1, 0.02), (3.0, 0.5, 0.0)]
+)
+def test_a_sound_fair_clip_is_the_multiplier_method_on_vectors(
+    loss: float, mean: float, deviation_weight: float
+) -> None:
+    """The Lagrangian of a client and the aggregate by autograd, with the announced noise taken off its square."""
+    random = torch.Generator().manual_seed(3)
+    update, aggregate = (0.3 * torch.randn(15, generator=random, dtype=torch.float64) for _ in range(2))
+    aggregate += 0.5 * update
+    algorithm = FairFedAvg(
+        rounds=10, learning_rate=0.1, sample_rate=0.5, server_learning_rate=1.5, alpha=0.1, clip_rate=0.004,
+        penalty=0.3, multiplier=2.0, multiplier_rate=0.5, deviation_weight=deviation_weight,
+    )  # fmt: skip
+    clients = draw_clients(0)
+    clip, noise, eta, part = 0.8, 0.7, 0.1, 1 / (0.5 * len(clients))
+    state = FairState(torch.zeros(15), clip, mean, aggregate.float(), noise)
+    inputs = algorithm.inputs(state, 3) | algorithm.settings(facts_of(clients), state)
+    member = Member(ClientData(clients[0], clients[0]), SPEC.build(), inputs, None, {}, (0,), MINT)
+    found = fairly_kept(member, update.float(), loss, 0.9)
+
+    length = float(update.norm())
+    C, multiplier, energy = torch.tensor(min(length, clip) / clip), 2.0, float(aggregate @ aggregate) - noise**2
+    assert energy > 0
+    for _ in range(5):
+        C = C.double().requires_grad_()
+        kept = C * clip / length
+        # u = server rate (a_k kept update + aggregate); losses change by -<update of its client, u>/eta
+        own = loss - 1.5 / eta * (0.9 * part * kept * update @ update + update @ aggregate)
+        other = mean - 1.5 / eta * (0.9 * part * kept * update @ aggregate + energy)
+        f = torch.relu((other - own).abs() - 0.1)
+        bias = deviation_weight * float(update.abs().sum()) / eta * (1 - kept)
+        ((other - mean) + bias + multiplier * f + 0.15 * f**2).backward()
+        multiplier += 0.5 * float(f.detach())
+        C = (C - 0.004 * C.grad).clamp(0.0, 1.0).detach()  # type: ignore[operator]
+    assert float(C) > 0.1 and (found == 1.0) == (loss > 2)
+    assert found == pytest.approx(min(1.0, max(0.1, float(C)) / (min(length, clip) / clip)), rel=1e-4)
+
+
+def test_the_noise_in_the_aggregate_is_as_long_as_announced() -> None:
+    """3,000 normal numbers; their mean square is farther than 12%, 4.6 deviations, for one seed in 200,000."""
+    algorithm, facts = FairFedAvg(rounds=10, sample_rate=0.3, size_cap=12), facts_of(draw_clients(2), 0.7)
+    terms = Terms(facts, None, 1.4)
+    state = FairState(torch.zeros(15), 2.5, 1.0, torch.zeros(15))
+    mechanism, squares = algorithm.cohort_sum(terms), []
+    for seed in range(200):
+        noisy = mechanism.finish(mechanism.zero(), Stream(seed), 0)[0]["update"]
+        squares.append(float((algorithm.step(facts, state) * noisy).square().sum()))
+    assert np.mean(squares) == pytest.approx(algorithm.noise(terms, state) ** 2, rel=0.12)
 
 
 def test_the_clipping_value_finds_the_quantile() -> None:

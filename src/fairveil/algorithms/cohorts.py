@@ -12,29 +12,29 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fairveil.algorithms.base import Algorithm, NextRound, Unit
+from fairveil.errors import UserError
 from fairveil.privacy.faithful import MedianClipped
 from fairveil.privacy.mechanisms import CohortSums, Mechanism, Part, SumMechanism
 from fairveil.privacy.release import Plain, Reply
-from fairveil.remote import Array, Count
+from fairveil.remote import Array, Count, Positive
 from fairveil.session import Facts, Member, Pick, Session, Task, Terms
 from fairveil.tasks import descent, mean_loss
 
 S = TypeVar("S")
 # what every task of these systems takes; see `BoundedTraining.inputs`
 WEIGHED: dict[str, Any] = {
-    "model": Array(("p",)), "learning_rate": float, "local_epochs": Count(), "batch_size": Count(), "clip": float,
-    "size_cap": int, "mean_loss": float,
+    "model": Array(("p",)), "learning_rate": Positive(), "local_epochs": Count(), "batch_size": Count(),
+    "clip": Positive(), "size_cap": int, "mean_loss": float,
 }  # fmt: skip
 LARGEST_SIZE = 1 << 30  # a cap on sizes that caps none
-LOSS_RATE = 0.3  # how fast the mean loss follows what a cohort says
 CLIP_RATE = 0.2  # how fast the clipping value follows the quantile, as Andrew et al. recommend
 
 
@@ -94,6 +94,8 @@ class BoundedTraining(SampledTraining[S]):
     """
 
     needs_loss: ClassVar[bool] = False  # whether the mean loss of the clients is tracked
+    loss_rate: ClassVar[float] = 0.3  # how fast the mean loss follows what a cohort says
+    capped: ClassVar[bool] = True  # whether clients weigh by `size_weight`
 
     clip: Literal["quantile", "fixed"] = Field(
         "quantile", description='C: it follows a quantile of the norms from privacy.clip_norm on; or "fixed"'
@@ -104,6 +106,16 @@ class BoundedTraining(SampledTraining[S]):
     )  # fmt: skip
     loss_bound: float = Field(1.0, gt=0, description="B, the most that one client may move the mean loss by")
     side_noise: float = Field(6.0, gt=0, description="noise of losses and norms, over that of the update")
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        if self.size_cap and not self.capped:
+            raise UserError(
+                f"algorithm.size_cap = {self.size_cap} makes no sense with {self.name}.",
+                "Its clients have weights of their own, which no cap on sizes enters.",
+                "leave out algorithm.size_cap",
+            )
+        return self
 
     def adapts(self, facts: Facts) -> bool:
         """Whether the clipping value moves; without a bound there is nothing that could."""
@@ -165,7 +177,7 @@ class BoundedTraining(SampledTraining[S]):
             within = min(1.0, max(0.0, float(noisy["within"]) / expected + 0.5))
             clip = state.clip * math.exp(-CLIP_RATE * (within - self.quantile))
         if "loss" in noisy:
-            loss = max(0.0, state.loss + LOSS_RATE * float(noisy["loss"]) / expected)
+            loss = max(0.0, state.loss + self.loss_rate * float(noisy["loss"]) / expected)
         return clip, loss
 
 

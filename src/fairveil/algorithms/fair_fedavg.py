@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from fairveil.algorithms.base import NextRound
 from fairveil.algorithms.cohorts import WEIGHED, PublishedTraining, Tracked, serve_one, shared, size_weight, trained
+from fairveil.errors import UserError
 from fairveil.privacy.faithful import MedianClipped, MultiplierClipped
 from fairveil.privacy.mechanisms import CohortSums
 from fairveil.privacy.multipliers import Contributors, Multipliers, fair_clips, gram_matrix
@@ -45,11 +46,13 @@ LEAST_CLIP = 0.1  # of C_t: nobody is silenced
 @dataclass(frozen=True)
 class State(Tracked):
     aggregate: Tensor  # the last released mean of the clipped updates (p,); 0 before there is one
+    noise: float = 0.0  # how long the noise in it is expected to be, as a vector: the root of p times its variance
 
 
 class FairFedAvg(PublishedTraining[State]):
     name: ClassVar[str] = "fair-fedavg"
     needs_loss: ClassVar[bool] = True
+    loss_rate: ClassVar[float] = 1.0  # the whole way, as the noise allows: who is worse off is measured by it
     sums: ClassVar[tuple[str, ...]] = ("loss",)
 
     alpha: float = Field(0.2, ge=0, description="how far a loss may lie from the mean (in the paper 2)")
@@ -66,6 +69,16 @@ class FairFedAvg(PublishedTraining[State]):
         """alpha and zeta of the paper, for its own form."""
         published = isinstance(given, Mapping) and given.get("faithful")
         return {"alpha": 2.0, "clip_rate": 1e-4} | dict(given) if published else given
+
+    @model_validator(mode="after")
+    def _one_rate(self) -> Self:
+        if self.faithful and self.decay != "none":
+            raise UserError(
+                f'algorithm.decay = "{self.decay}" does not go with algorithm.faithful.',
+                "The published form chooses clipping values by one learning rate, which is the same in all rounds.",
+                "leave out algorithm.decay",
+            )
+        return self
 
     def exact_sum(self, terms: Terms) -> MedianClipped:
         method = Multipliers(
@@ -84,13 +97,23 @@ class FairFedAvg(PublishedTraining[State]):
     def round(self, session: Session, state: State) -> State:
         noisy = self.asked(session, fairly_clipped_update, state, **self.settings(session.facts, state))
         mean = self.step(session.facts, state) * noisy["update"]
-        clip, loss = (state.clip, state.loss) if self.faithful else self.followed(session.facts, state, noisy)
-        return State(state.model + self.server_learning_rate * mean, clip, loss, mean)
+        model = state.model + self.server_learning_rate * mean
+        if self.faithful:
+            return State(model, state.clip, state.loss, mean)
+        noise = self.noise(session.federation_terms, state)
+        return State(model, *self.followed(session.facts, state, noisy), mean, noise)
+
+    def noise(self, terms: Terms, state: State) -> float:
+        """How long the noise in the mean of a round is expected to be: it is announced, and no secret."""
+        std = terms.noise_multiplier * terms.facts.clip_norm if math.isfinite(terms.facts.clip_norm) else 0.0
+        return math.sqrt(terms.facts.parameters) * std * self.step(terms.facts, state)
 
     def settings(self, facts: Facts, state: State) -> dict[str, Plain]:
         """What a client needs to choose its clipping value, besides what all such tasks take."""
         return {
             "aggregate": state.aggregate,
+            "noise": state.noise,
+            "server_learning_rate": self.server_learning_rate,
             "part": 1 / (self.sample_rate * self.whole(facts)),  # a_k of a client of weight 1
             "alpha": self.alpha,
             "deviation_weight": self.deviation_weight,
@@ -109,17 +132,21 @@ class FairFedAvg(PublishedTraining[State]):
 
 
 @deployable(
-    by=CohortSums, **WEIGHED, aggregate=Array(("p",)), part=float, alpha=float, deviation_weight=float, penalty=float,
-    multiplier=float, clip_rate=float, multiplier_rate=float, multiplier_steps=Count(),
+    by=CohortSums, **WEIGHED, aggregate=Array(("p",)), noise=float, server_learning_rate=float, part=float, alpha=float,
+    deviation_weight=float, penalty=float, multiplier=float, clip_rate=float, multiplier_rate=float,
+    multiplier_steps=Count(),
 )  # fmt: skip
 def fairly_clipped_update(members: Sequence[Member]) -> list[Reply]:
     """Each client shares its update, clipped at a value of its own below the public one, by its size."""
     replies = []
     for member, update, loss in trained(members):
         weight = size_weight(member)
-        if not isinstance(member.mechanism, MedianClipped):
-            weight *= fairly_kept(member, update, loss, weight)
-        replies.append(shared(member, update, weight, loss))
+        if isinstance(member.mechanism, MedianClipped):
+            replies.append(shared(member, update, weight, loss))
+            continue
+        kept = fairly_kept(member, update, loss, weight)
+        reply = shared(member, update, weight * kept, loss)
+        replies.append(replace(reply, diagnostics=dict(reply.diagnostics) | {"shrunk": float(kept < 1)}))
     return replies
 
 
@@ -128,21 +155,26 @@ def fairly_kept(member: Member, update: Tensor, loss: float, weight: float) -> f
 
     C_k by the method of multipliers, with the released aggregate in the place of the others: "the other contributor"
     has its loss (the released mean), is the mean, and is what the loss is summed over. Lengths are in units of C_t, so
-    that the rate of the steps does not depend on the scale of gradients. Since update = -eta g, the losses change by
-    <g, u> = -<update, u>/eta: in these units the method's learning rate is C_t^2/eta.
+    that the rate of the steps does not depend on the scale of gradients. Since update = -eta g, a step of
+    `server_learning_rate` changes the losses by <g, u> = -<update, u>/eta: in these units the method's learning rate is
+    server_learning_rate C_t^2/eta.
+
+    The aggregate is a mean with noise, of length `noise`, which is far longer than the mean. What others gain by the
+    step is the square of the mean: that of the noise is taken off, or everybody would think itself left behind.
     """
     given = {name: cast(float, value) for name, value in member.inputs.items() if not isinstance(value, Tensor)}
     clip, eta = given["clip"], given["learning_rate"]
     if not math.isfinite(clip):
         return 1.0  # there is no bound to stay below
     gram, sums = gram_matrix([update / clip, cast(Tensor, member.inputs["aggregate"]) / clip])
+    gram[1, 1] = max(0.0, float(gram[1, 1]) - (given["noise"] / clip) ** 2)
     norms = gram.diagonal().sqrt()
     length = min(float(norms[0]), 1.0)
     if not 0 < length < math.inf or not math.isfinite(loss):
         return 1.0  # nothing to clip, or nothing that counts
     method = Multipliers(
-        clip**2 / eta, given["alpha"], given["deviation_weight"], given["penalty"], given["multiplier"],
-        given["clip_rate"], given["multiplier_rate"], int(given["multiplier_steps"]),
+        given["server_learning_rate"] * clip**2 / eta, given["alpha"], given["deviation_weight"], given["penalty"],
+        given["multiplier"], given["clip_rate"], given["multiplier_rate"], int(given["multiplier_steps"]),
     )  # fmt: skip
     only_others = torch.tensor([0.0, 1.0], dtype=torch.float64)
     found = Contributors(

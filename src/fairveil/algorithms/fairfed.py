@@ -27,13 +27,14 @@ from fairveil.algorithms.cohorts import WEIGHED, PublishedTraining, Tracked, ser
 from fairveil.privacy.faithful import MedianClipped
 from fairveil.privacy.mechanisms import CohortSums
 from fairveil.privacy.release import Plain, Reply
-from fairveil.remote import deployable
+from fairveil.remote import Positive, deployable
 from fairveil.session import Facts, Member, Pick, Session, Terms
 
 
 class FairFed(PublishedTraining[Tracked]):
     name: ClassVar[str] = "fairfed"
     needs_loss: ClassVar[bool] = True
+    capped: ClassVar[bool] = False
     sums: ClassVar[tuple[str, ...]] = ("loss", "one")
 
     beta: float = Field(1.0, ge=0, description="beta, how fast a weight follows the loss")
@@ -71,7 +72,7 @@ class FairFed(PublishedTraining[Tracked]):
         return serve_one(facts, state)
 
 
-@deployable(by=CohortSums, **WEIGHED, beta=float, largest_weight=float, mean_size=float)
+@deployable(by=CohortSums, **WEIGHED, beta=float, largest_weight=Positive(), mean_size=Positive())
 def follow_loss(members: Sequence[Member]) -> list[Reply]:
     """Each client shares its clipped update, by how far its loss is above the mean."""
     replies = []

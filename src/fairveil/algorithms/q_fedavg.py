@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import ClassVar, Self, cast
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fairveil.algorithms.cohorts import WEIGHED, PublishedTraining, Tracked, serve_one, shared, trained, unit_of
+from fairveil.errors import UserError
 from fairveil.privacy.faithful import MedianClipped
 from fairveil.privacy.mechanisms import CohortSums, Part
 from fairveil.privacy.release import Reply
-from fairveil.remote import deployable
+from fairveil.remote import Positive, deployable
 from fairveil.session import Facts, Member, Pick, Session, Terms
 
 CURVATURE_NOISE = 2.0  # of h, over that of the update: what it divides needs to be known better than the mean loss
@@ -32,17 +33,29 @@ CURVATURE_NOISE = 2.0  # of h, over that of the update: what it divides needs to
 
 class QFedAvg(PublishedTraining[Tracked]):
     name: ClassVar[str] = "q-fedavg"
+    capped: ClassVar[bool] = False
     sums: ClassVar[tuple[str, ...]] = ("curvature",)
 
     fairness_power: float = Field(1.0, ge=0, description="q: 0 is fedavg, more is fairer")
     least_loss: float = Field(0.1, gt=0, description="F_min, from which on a smaller loss counts as this")
     largest_loss: float = Field(4.0, gt=0, description="B, from which on a larger loss counts as this")
 
+    @model_validator(mode="after")
+    def _losses(self) -> Self:
+        if self.least_loss > self.largest_loss:
+            raise UserError(
+                f"algorithm.least_loss = {self.least_loss:g} is above algorithm.largest_loss = {self.largest_loss:g}.",
+                "No loss lies between them.",
+                "algorithm.least_loss = 0.1 and algorithm.largest_loss = 4.0",
+            )
+        return self
+
     def more_parts(self, terms: Terms) -> tuple[Part, ...]:
-        return (Part("curvature", (1,), 1.0, CURVATURE_NOISE * terms.noise_multiplier),)
+        bound = 1.0 if math.isfinite(terms.facts.clip_norm) else math.inf  # without a bound h is sent as it is
+        return (Part("curvature", (1,), bound, CURVATURE_NOISE * terms.noise_multiplier),)
 
     def exact_whole(self, facts: Facts) -> float:
-        return 1.0
+        return self.sample_rate * len(facts.size)  # so that sigma C is noise on a mean, as in the other baselines
 
     def start(self, session: Session) -> Tracked:
         return Tracked.first(session)
@@ -58,7 +71,7 @@ class QFedAvg(PublishedTraining[Tracked]):
         expected = self.sample_rate * len(session.facts.size)
         least = 0.5 * expected * self.least_loss**q / eta
         curvature = max(float(noisy["curvature"]) * top, least)  # sum of h
-        weight = 1.0 if self.faithful else self.largest_loss**q * unit_of(state.clip, session.facts.clip_norm)
+        weight = expected if self.faithful else self.largest_loss**q * unit_of(state.clip, session.facts.clip_norm)
         step = self.server_learning_rate * (weight / (eta * curvature)) * noisy["update"]  # -sum D / sum h
         return Tracked(state.model + step, *self.followed(session.facts, state, noisy))
 
@@ -72,7 +85,9 @@ def largest_curvature(clip: float, eta: float, q: float, least: float, largest: 
     return (q * clip**2 * steepest if q else 0.0) + largest**q / eta
 
 
-@deployable(by=CohortSums, **WEIGHED, fairness_power=float, least_loss=float, largest_loss=float)
+@deployable(
+    by=CohortSums, **WEIGHED, fairness_power=Positive(zero=True), least_loss=Positive(), largest_loss=Positive()
+)  # fmt: skip
 def powered_update(members: Sequence[Member]) -> list[Reply]:
     """Each client shares F^q times its clipped update, and h."""
     replies = []

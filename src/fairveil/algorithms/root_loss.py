@@ -20,7 +20,7 @@ from fairveil.algorithms.base import NextRound
 from fairveil.algorithms.cohorts import WEIGHED, BoundedTraining, Tracked, serve_one, shared, size_weight, trained
 from fairveil.privacy.mechanisms import CohortSums
 from fairveil.privacy.release import Reply
-from fairveil.remote import deployable
+from fairveil.remote import Positive, deployable
 from fairveil.session import Facts, Member, Pick, Session, Terms
 
 
@@ -44,7 +44,7 @@ class RootLoss(BoundedTraining[Tracked]):
         return serve_one(facts, state)
 
 
-@deployable(by=CohortSums, **WEIGHED, loss_scale=float)
+@deployable(by=CohortSums, **WEIGHED, loss_scale=Positive())
 def root_weighed_update(members: Sequence[Member]) -> list[Reply]:
     """Each client shares its clipped update times the root of its loss."""
     replies = []

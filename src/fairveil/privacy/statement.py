@@ -32,6 +32,10 @@ NOISE_SOURCES: Mapping[NoiseSource, str] = {
         "folder (secret.key): whoever has that file can remove the noise, so delete it when the run is finished"
     ),
 }
+PUBLISHED = (
+    "the server: every client that is drawn sends it an update without bound or noise; how these are clipped, and how "
+    "much noise there is, follows what they are"
+)
 NOT_COVERED = (
     "other runs on the same records, whose prices add up; people who own several records; and the run folder apart "
     "from the models: its metrics are computed without noise, and it holds the clients' checkpoints, who took part "
@@ -44,9 +48,10 @@ REFERENCE = (
 PERSONAL = (
     "after the last round each client fine-tunes the model that serves it on its own records, for itself. That sends "
     "nothing and costs nothing, but it has no noise. So the guarantee of the whole is a joint one: whoever does not "
-    "hold a record learns no more of it than is guaranteed above, even all other clients together with all their "
-    "personal models. A personal model shows the records of its owner, who alone may see it and its answers: handing "
-    "it on, exporting it or answering others by it is a release that has no price here"
+    "hold a record learns no more of it than is guaranteed above (those apart who are trusted with more), even all "
+    "other clients together with all their personal models. A personal model shows the records of its owner, who "
+    "alone may see it and its answers: handing it on, exporting it or answering others by it is a release that has "
+    "no price here"
 )
 ELSEWHERE: Mapping[str, str] = {  # by whether clients add the noise themselves
     "record": (
@@ -285,7 +290,7 @@ class Statement:
         if self.metric is not None:
             return self.metric.guarantee(self.epsilon, self.delta)
         if math.isinf(self.epsilon):
-            none = "NONE (epsilon is infinite): something is sent without noise"
+            none = "NONE (epsilon is infinite): something is sent without noise that would hide it"
             if math.isinf(self.epsilon_without_leaks):
                 return none
             what = " and ".join(self.leaks)

@@ -140,7 +140,7 @@ def _guaranteed(statement: Statement) -> Card:
     noted = (
         f"{statement.accountant.upper()} accountant" if statement.accountant != "sum" else "metric privacy, added up"
     )
-    noted = "something is sent without noise" if infinite else noted
+    noted = "something is sent without noise that would hide it" if infinite else noted
     vacuous = VACUOUS < statement.epsilon < math.inf
     large = "; so large that the number alone protects nobody" if vacuous else ""
     return Card(
