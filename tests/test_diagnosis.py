@@ -423,7 +423,10 @@ def test_the_report_says_why(digits: dict[str, Any], runs: Path) -> None:
     assert "clipping (or its weight) keeps" in page
 
 
-BASE = {"gap": -1.0, "step": 0.0, "b": 0.1, "c": 0.0, "d": 0.0, "error of d": 0.0} | {"kept": 1.0, "bias": 0.0}
+BASE = {"gap": -1.0, "initial gap": 0.0, "step": 0.0, "b": 0.1, "c": 0.0, "d": 0.0, "error of d": 0.0} | {
+    "kept": 1.0,
+    "bias": 0.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -437,8 +440,12 @@ BASE = {"gap": -1.0, "step": 0.0, "b": 0.1, "c": 0.0, "d": 0.0, "error of d": 0.
         ({"d": -1.0, "error of d": 0.6}, "noise, perhaps"),
         ({"step": 1.0, "c": -0.5}, "earlier rounds"),
         ({"gap": 0.5, "step": -1.0}, "it is better off than the mean."),
-        ({"step": -1.0, "variance": 1.0}, "noise moves its share of the mean more than clipping."),
+        (
+            {"step": -0.3, "initial gap": -0.7},
+            "earlier rounds, 70% of it; in the next one: the mean step helps it less",
+        ),
+        ({"step": -0.7, "initial gap": -0.3}, "the mean step helps it less than others."),
     ],
 )
 def test_the_sentence_names_what_weighs_most(given: dict[str, float], said: str) -> None:
-    assert said in why({**BASE, "variance": 0.0, **given})
+    assert said in why({**BASE, **given})

@@ -37,6 +37,7 @@ from fairveil.reading import Run, load_run
 from fairveil.report.personal import personal_dots, personal_table
 from fairveil.report.run_page import run_page
 from fairveil.run import begin, drive, resume_run, start_run
+from fairveil.serving import taken_back
 from fairveil.session import Facts, Member, Session, Terms
 from fairveil.store import Store
 from fairveil.streams import Stream
@@ -241,14 +242,18 @@ def test_local_only_does_not_depend_on_the_others(both: tuple[Run, Run], runs: P
 
 def test_diverged_fine_tuning_is_taken_back(small: dict[str, Any], runs: Path) -> None:
     tuned = TINY | {"learning_rate": 1e30}
-    run = load_run(start_run(make_config(small | {"finetune": tuned}), runs=runs).folder)
+    result = start_run(make_config(small | {"finetune": tuned}), runs=runs)
+    run = load_run(result.folder)
     served = load_file(run.folder / "models" / "served.safetensors")
     kept = torch.cat([served["0/1.weight"].reshape(-1), served["0/1.bias"]])
     assert all(torch.equal(personal(run, client), kept) for client in range(5))
     assert run.scores("loss", model="finetuned").iloc[-1].equals(run.scores("loss").iloc[-1])
     assert run.scores("taken back", model="finetuned").iloc[-1].eq(1.0).all()
     table = personal_table(run)
-    assert table is not None and "5 diverged" in table.caption
+    assert result.to_json()["taken_back"] == {"finetuned": 5, "local": 5}
+    said = taken_back(result.taken_back)
+    assert "taken back for 5 clients, who keep the released model" in said and "Training alone was taken back" in said
+    assert table is not None and said in table.caption
 
 
 def test_a_regression_whose_clients_choose_their_model(runs: Path) -> None:

@@ -79,6 +79,7 @@ class RunResult:
     votes: Mapping[str, Any] | None = None
     # of "finetuned" models, and of the "local" ones that clients train alone: the metrics of each; empty: not asked for
     finetune: Mapping[str, Mapping[str, Summary]] = field(default_factory=dict)
+    taken_back: Mapping[str, int] = field(default_factory=dict)  # of these, how many were no better for it
 
     @property
     def main(self) -> tuple[str, Summary] | None:
@@ -102,6 +103,7 @@ class RunResult:
             **({"fairness": self.fairness} if self.fairness else {}),
             **({"votes": self.votes} if self.votes else {}),
             **({"finetune": {name: _plain_metrics(of) for name, of in self.finetune.items()}} if self.finetune else {}),
+            **({"taken_back": self.taken_back} if self.finetune else {}),
             **({"budget": {key: json_number(value) for key, value in self.budget.items()}} if self.budget else {}),
             "guarantee": self.statement.sentence(),
         }
@@ -386,6 +388,7 @@ def _finish(plan: Plan, store: Store, state: object) -> RunResult:
         plan.federation.clients, clusters_of(plan, state), _fairness(run),
         _budget(run, statement), votes_of(plan, store, state),
         {model: summaries(plan, store, model)[0] for model in PERSONAL} if plan.config.finetune else {},
+        {model: round(sum(store.scores("taken back", model=model).values())) for model in PERSONAL},
     )  # fmt: skip
     store.write("result.json", json.dumps(result.to_json(), indent=2).encode())
     return result

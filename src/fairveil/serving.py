@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,6 +20,17 @@ from fairveil.store import Store, of_records
 
 Served = Pick | Offer | Literal["personal"]
 PERSONAL = ("finetuned", "local")  # models that every client has for itself, where fine-tuning is asked for
+
+
+def taken_back(counts: Mapping[str, int]) -> str:
+    """What there is to say of training for oneself that was taken back, by `PERSONAL` model; empty: nothing."""
+    said = []
+    why = "that did not lower their loss (finetune.learning_rate is too large, or they have nothing to train on)"
+    if back := counts.get("finetuned", 0):
+        said.append(f"Fine-tuning was taken back for {back:,} clients, who keep the released model: {why}.")
+    if back := counts.get("local", 0):
+        said.append(f"Training alone was taken back for {back:,}: what stands for these is an untrained model.")
+    return " ".join(said)
 
 
 def served_models(plan: Plan, state: object, average: torch.Tensor | None) -> Served:

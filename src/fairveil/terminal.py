@@ -126,6 +126,8 @@ def _print_scores(result: Any, metric: str, summary: Any) -> None:
 
 def _print_personal(result: Any) -> None:
     """What fine-tuning brings each client, beside what it learns alone; no spread without its mean."""
+    from fairveil.serving import taken_back
+
     for metric, served in result.metrics.items():
         table = Table(title=f"{metric} with a model of one's own", title_justify="left")
         table.add_column("model")
@@ -138,6 +140,8 @@ def _print_personal(result: Any) -> None:
             table.add_row(PERSONAL[name], f"{summary.mean:.3f}", f"{summary.worst_10_percent:.3f}", *told)
         out.print(table)
     out.print("A fine-tuned model is its owner's alone. What local only reaches is no merit of the federation.")
+    if said := taken_back(result.taken_back):
+        out.print(said)
 
 
 PERSONAL = {"served": "served (released)", "finetuned": "fine-tuned", "local": "local only"}

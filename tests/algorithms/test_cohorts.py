@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,12 +27,14 @@ from fairveil.algorithms.q_fedavg import QFedAvg
 from fairveil.algorithms.root_loss import RootLoss
 from fairveil.config import make_config
 from fairveil.data.federation import ClientData, Records
+from fairveil.errors import UserError
 from fairveil.models import Model, ModelSpec
 from fairveil.plan import make_plan
 from fairveil.privacy.faithful import MedianClipped, MultiplierClipped
 from fairveil.privacy.mechanisms import CohortSums, canonical, from_canonical
 from fairveil.privacy.multipliers import Multipliers
 from fairveil.privacy.release import MINT
+from fairveil.remote import DEPLOYABLE, Malformed, Positive
 from fairveil.run import run_plan
 from fairveil.session import Cohort, Facts, Member, Terms
 from fairveil.streams import Stream
@@ -55,6 +58,7 @@ class OneRound:
     sums: dict[str, Tensor] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
     personal: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    asked: list[tuple[Any, Mapping[str, Any]]] = field(default_factory=list)
 
     @property
     def federation_terms(self) -> Terms:
@@ -67,6 +71,7 @@ class OneRound:
         return Cohort(sample_rate, "all")
 
     def sum(self, task: Any, cohort: Cohort, mechanism: Any, *, shared: Mapping[str, Any]) -> dict[str, Tensor]:
+        self.asked.append((task, shared))
         members = [
             Member(ClientData(r, r), self.model, shared, mechanism, self.personal.get(k, {}), (k,), MINT)
             for k, r in self.clients.items()
@@ -166,6 +171,23 @@ def test_a_client_with_long_batches_changes_no_other_update() -> None:
 def _repeated(records: Records, n: int) -> Records:
     rows = torch.arange(n) % len(records)
     return Records(records.x[rows] + 0.1 * torch.randn(n, *SPEC.features, generator=torch.Generator()), records.y[rows])
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_what_would_fail_by_a_client_s_loss_is_refused_before_it_is_known(name: str) -> None:
+    """A request that is answered or not, as the loss is 0 or not, would tell one bit without any noise."""
+    clients = draw_clients(0)
+    session, algorithm = OneRound(clients, facts_of(clients)), ALGORITHMS[name](rounds=10)
+    algorithm.round(session, algorithm.start(session))  # type: ignore[arg-type]
+    ((task, shared),) = session.asked
+    (known,) = (each for each in DEPLOYABLE.values() if each.task is task)
+    known.check(shared, parameters=15, record=4)
+    positive = {key: kind for key, kind in known.inputs.items() if isinstance(kind, Positive)}
+    assert {"clip", "learning_rate"} <= positive.keys()
+    for key, kind in positive.items():
+        for wrong in (-1.0, -1e-300, *([] if kind.zero else [0.0, -0.0]), 1, True, "1"):
+            with pytest.raises(Malformed, match=f"'{key}' must be a number above 0"):
+                known.check({**shared, key: wrong}, parameters=15, record=4)
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -349,10 +371,11 @@ def test_fedavg_is_the_mean_of_clipped_updates_by_autograd() -> None:
     )
 
 
-def test_q_fedavg_is_the_paper_without_bounds() -> None:
+@pytest.mark.parametrize("clip_norm", [2.0, math.inf])
+def test_q_fedavg_is_the_paper_without_bounds(clip_norm: float) -> None:
     """w - sum D / sum h, from full-batch gradients by autograd; a step of plain SGD makes G the gradient."""
     clients, q = draw_clients(6, scale=1.0), 2.0
-    session = OneRound(clients, facts_of(clients, 2.0))
+    session = OneRound(clients, facts_of(clients, clip_norm))
     algorithm = QFedAvg(
         **PLAIN, batch_size=100, fairness_power=q, least_loss=1e-9, largest_loss=5.0
     )  # bounds that bind nobody
@@ -480,6 +503,47 @@ def test_loss_split_separates_two_kinds_of_clients(tmp_path: Any) -> None:
 # ---- as it was published ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("fairfed", {"size_cap": 10}, "size_cap = 10 makes no sense with fairfed"),
+        ("q-fedavg", {"size_cap": 10}, "size_cap = 10 makes no sense with q-fedavg"),
+        ("q-fedavg", {"least_loss": 5.0, "largest_loss": 1.0}, "least_loss = 5 is above"),
+        ("fair-fedavg", {"faithful": True, "decay": "linear"}, "does not go with algorithm.faithful"),
+    ],
+)
+def test_what_would_be_wrong_or_idle_is_refused(name: str, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        make_plan(make_config(values(name, **given)))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_no_budget_is_solved_for_the_published_form(name: str, tmp_path: Path) -> None:
+    """Not even where the statistics of the columns have a price: the training would have no noise."""
+    rows = [f"{k},{random:.3f},{k % 2}" for k in range(12) for random in np.random.default_rng(k).random(8)]
+    (tmp_path / "records.csv").write_text("\n".join(["client,a,y", *rows]))
+    prepared = {"a": {"kind": "standard", "low": 0.0, "high": 1.0}}
+    options = {"path": str(tmp_path / "records.csv"), "statistics_noise": 4.0, "prepare": prepared}
+    given = values(name, faithful=True)
+    for data in (given["data"], {"dataset": "file", "options": options}):
+        with pytest.raises(UserError, match="cannot be met"):
+            make_plan(make_config(given | {"data": data}))
+    given |= {"data": {"dataset": "file", "options": options}, "privacy": {"noise_multiplier": 1.0, "delta": 1e-3}}
+    said = make_plan(make_config(given)).statement()
+    assert math.isinf(said.epsilon) and "it would be" not in said.sentence()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_who_runs_the_published_form_trusts_the_server_with_everything(name: str) -> None:
+    given = values(name, faithful=True)
+    given["privacy"] = {"noise_multiplier": 1.0, "delta": 1e-3}
+    said = make_plan(make_config(given)).statement().sentence()
+    assert "an update without bound or noise" in said and "within bounds" not in said
+    given["privacy"]["trust"] = "secure-sum"
+    with pytest.raises(UserError, match=r"does not go with algorithm\.faithful"):
+        make_plan(make_config(given))
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_published_form_claims_nothing(name: str, tmp_path: Any) -> None:
     given = values(name, faithful=True)
@@ -537,7 +601,7 @@ def excess(clients: Mapping[int, Records], algorithm: FairFedAvg) -> Excess:
 def test_the_published_form_exceeds_the_sensitivity_that_it_states() -> None:
     """The same leave-one-out test as above: it fails, by the weights p_k/q and by the noise, which tells of norms."""
     algorithm = FairFedAvg(rounds=10, sample_rate=0.1, learning_rate=0.1, faithful=True)
-    assert (algorithm.alpha, algorithm.clip_rate) == (2.0, 1e-4)  # as printed
+    assert (algorithm.margin, algorithm.zeta) == (2.0, 1e-4)  # as printed
     found = [excess(draw_clients(seed, count=10), algorithm) for seed in range(25)]
     moved = max(one.moved for one in found)  # the proof says at most 1
     scale = max(one.scale for one in found)  # one client more or less: other noise for all parameters

@@ -2,8 +2,9 @@
 
 Ours. For `first_rounds` all train the first model. Then a client whose loss on it is above the released mean by more
 than `margin` trains the second one, which starts as a copy, for `split_rounds`; afterwards each trains whichever has
-the lower loss on its own records, and is served by that one in the end. Which one it is leaves no client: a share has a
-block for each model, of which one is not zero. Privacy unit: one client; trust: the server, with the exact sums.
+the lower loss on its own records, and is served by that one in the end. Which one it is shows in its share alone, which
+only the trusted server sees: a block for each model, of which one is not zero; what is published are sums with noise.
+Privacy unit: one client; trust: the server, with the exact sums.
 
 Sensitivity: a client's share is (e_j (x) clipped update, e_j, loss - released mean, bit), j its choice: of norms at
 most C_t, 1, B and 1/2, whatever it holds and whatever others do, since the choice depends on its own records and on

@@ -10,6 +10,7 @@ from fairveil.report.chart import GREY, MOST_DRAWN, Chart, as_percent, in_words,
 from fairveil.report.figures import MOST_MARKS, series_of
 from fairveil.report.page import Table, number, words
 from fairveil.report.tables import Judged
+from fairveil.serving import PERSONAL, taken_back
 
 MODELS = {"served": "served (released)", "finetuned": "fine-tuned", "local": "local only"}
 
@@ -39,11 +40,9 @@ def personal_table(run: Run) -> Table | None:
         f"records. Local only: {tuned['local_steps']} steps from the first model, and nothing of the federation. What "
         "local only reaches as well is no merit of the federation. A fine-tuned model is its owner's alone."
     )
-    taken_back = run.scores("taken back", model="finetuned")
-    if len(taken_back) and (back := int(taken_back.iloc[-1].sum())):
-        caption += (
-            f" {back:,} diverged, and these clients keep the released model: finetune.learning_rate is too large."
-        )
+    counts = {model: run.scores("taken back", model=model) for model in PERSONAL}
+    if said := taken_back({model: int(table.iloc[-1].sum()) for model, table in counts.items() if len(table)}):
+        caption += f" {said}"
     return Table("personal", caption, columns, rows)
 
 

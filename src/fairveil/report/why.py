@@ -39,20 +39,24 @@ def why_terms(run: Run) -> pd.DataFrame | None:
 
 def why(term: Mapping[str, float]) -> str:
     """What weighs most on a client in one more round, in a sentence; `term` is a row of `why_terms`."""
-    parts = [_cause(term)]
-    if term["kept"] < WHOLE:
-        parts.append(f"clipping (or its weight) keeps {100 * term['kept']:.0f}% of its update")
-    if term["variance"] > term["bias"]:
-        parts.append(f"noise moves its share of the mean more than {'that' if term['kept'] < WHOLE else 'clipping'}")
-    return f"{'; '.join(parts)}."
+    clipped = f"; clipping (or its weight) keeps {100 * term['kept']:.0f}% of its update"
+    return f"{_cause(term)}{clipped if term['kept'] < WHOLE else ''}."
 
 
 def _cause(term: Mapping[str, float]) -> str:
-    """The largest of the terms that the next round holds against a client, if it loses on the mean at all."""
+    """What the gap of a client comes from: what there was before, or the next round."""
     if term["gap"] >= 0:
         return "it is better off than the mean"
-    if term["step"] + term["c"] + term["d"] >= 0:
+    added, before = term["step"] + term["c"] + term["d"], term["initial gap"]
+    if added >= 0:
         return "earlier rounds: the next one brings it closer to the mean"
+    if before < added:
+        return f"earlier rounds, {100 * before / (before + added):.0f}% of it; in the next one: {_loss(term)}"
+    return _loss(term)
+
+
+def _loss(term: Mapping[str, float]) -> str:
+    """The largest of the terms by which the next round makes a client worse off."""
     certain = term["d"] < -CERTAIN * term["error of d"]
     against = {"step": term["step"], "c": term["c"], "d": term["d"] if certain else 0.0}
     said = {
@@ -91,8 +95,8 @@ def why_tables(run: Run) -> list[Table]:
     explained = (
         "The same in figures. The gap after the round is the sum of the gap now, a and b (what the mean step gains all "
         "clients, and this one), c (curvature along the step) and d (noise; ± its standard error). Bias and variance: "
-        "how far clipping, and how far noise, moves a client's update (l1). After Du, Xiang and Wu (2025), Theorems 1 "
-        "and 2."
+        "how far clipping, and how far noise (the same for all), moves a client's update (l1). After Du, Xiang and Wu "
+        "(2025), Theorems 1 and 2."
     )
     columns = ["client", "group", "gap after", "gap now", "a", "b", "c", "d", "± d", "bias", "variance"]
     return [
