@@ -79,7 +79,7 @@ def template(algorithm: str, path: str) -> str:
     cls = find_algorithm(algorithm)
     lines = []
     for key, field in cls.model_fields.items():
-        given = field.default is not None
+        given = field.default is not None and not field.examples  # else the default depends on something
         line = (
             f"{key} = {json.dumps(field.default)}" if given else f"# {key} = {json.dumps((field.examples or [0])[0])}"
         )

@@ -601,7 +601,7 @@ def excess(clients: Mapping[int, Records], algorithm: FairFedAvg) -> Excess:
 def test_the_published_form_exceeds_the_sensitivity_that_it_states() -> None:
     """The same leave-one-out test as above: it fails, by the weights p_k/q and by the noise, which tells of norms."""
     algorithm = FairFedAvg(rounds=10, sample_rate=0.1, learning_rate=0.1, faithful=True)
-    assert (algorithm.margin, algorithm.zeta) == (2.0, 1e-4)  # as printed
+    assert (algorithm.alpha, algorithm.clip_rate) == (2.0, 1e-4)  # as printed
     found = [excess(draw_clients(seed, count=10), algorithm) for seed in range(25)]
     moved = max(one.moved for one in found)  # the proof says at most 1
     scale = max(one.scale for one in found)  # one client more or less: other noise for all parameters

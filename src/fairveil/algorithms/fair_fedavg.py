@@ -22,9 +22,9 @@ three are of one draw and have noise of their own: one event, see `cohorts.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -55,17 +55,24 @@ class FairFedAvg(PublishedTraining[State]):
     loss_rate: ClassVar[float] = 1.0  # the whole way, as the noise allows: who is worse off is measured by it
     sums: ClassVar[tuple[str, ...]] = ("loss",)
 
-    alpha: float | None = Field(
-        None, ge=0, examples=[0.2], description="how far a loss may lie from the mean; left out: 0.2, faithful 2"
+    alpha: float = Field(
+        0.2, ge=0, examples=[0.2], description="how far a loss may lie from the mean; left out: 0.2, faithful 2"
     )
     deviation_weight: float = Field(0.0, ge=0, description="gamma, of what clipping and noise do to single clients")
     penalty: float = Field(0.0, ge=0, description="c, of the squared constraint")
     multiplier: float = Field(30.0, ge=0, description="lambda at the beginning of each round")
-    clip_rate: float | None = Field(
-        None, gt=0, examples=[100.0], description="zeta, in units of C; left out: 100, faithful 1e-4 (not in units)"
+    clip_rate: float = Field(
+        100.0, gt=0, examples=[100.0], description="zeta, in units of C; left out: 100, faithful 1e-4 (not in units)"
     )
     multiplier_rate: float = Field(0.005, ge=0, description="xi")
     multiplier_steps: int = Field(5, ge=1, description="chi")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_printed(cls, given: Any) -> Any:
+        """alpha and zeta of the paper, for its own form."""
+        published = isinstance(given, Mapping) and given.get("faithful")
+        return {"alpha": 2.0, "clip_rate": 1e-4} | dict(given) if published else given
 
     @model_validator(mode="after")
     def _one_rate(self) -> Self:
@@ -77,19 +84,9 @@ class FairFedAvg(PublishedTraining[State]):
             )
         return self
 
-    @property
-    def margin(self) -> float:
-        """alpha: as given, or that of the paper for its own form."""
-        return (2.0 if self.faithful else 0.2) if self.alpha is None else self.alpha
-
-    @property
-    def zeta(self) -> float:
-        """How far a clipping value moves along its slope; likewise."""
-        return (1e-4 if self.faithful else 100.0) if self.clip_rate is None else self.clip_rate
-
     def exact_sum(self, terms: Terms) -> MedianClipped:
         method = Multipliers(
-            self.learning_rate, self.margin, self.deviation_weight, self.penalty, self.multiplier, self.zeta,
+            self.learning_rate, self.alpha, self.deviation_weight, self.penalty, self.multiplier, self.clip_rate,
             self.multiplier_rate, self.multiplier_steps,
         )  # fmt: skip
         facts, z = terms.facts, terms.noise_multiplier
@@ -122,11 +119,11 @@ class FairFedAvg(PublishedTraining[State]):
             "noise": state.noise,
             "server_learning_rate": self.server_learning_rate,
             "part": 1 / (self.sample_rate * self.whole(facts)),  # a_k of a client of weight 1
-            "alpha": self.margin,
+            "alpha": self.alpha,
             "deviation_weight": self.deviation_weight,
             "penalty": self.penalty,
             "multiplier": self.multiplier,
-            "clip_rate": self.zeta,
+            "clip_rate": self.clip_rate,
             "multiplier_rate": self.multiplier_rate,
             "multiplier_steps": self.multiplier_steps,
         }
