@@ -464,6 +464,19 @@ def test_the_noise_in_the_aggregate_is_as_long_as_announced() -> None:
     assert np.mean(squares) == pytest.approx(algorithm.noise(terms, state) ** 2, rel=0.12)
 
 
+def test_the_next_round_of_fair_fedavg_knows_the_last_aggregate() -> None:
+    clients = draw_clients(2)
+    session = OneRound(clients, facts_of(clients, 0.7), noise_multiplier=1.4)
+    algorithm = FairFedAvg(rounds=10, sample_rate=0.3, server_learning_rate=1.5)
+    first = algorithm.start(session)  # type: ignore[arg-type]
+    second = algorithm.round(session, first)  # type: ignore[arg-type]
+    assert float(second.aggregate.norm()) > 0 and first.noise == 0
+    torch.testing.assert_close(second.model - first.model, 1.5 * second.aggregate)
+    assert second.noise == algorithm.noise(session.federation_terms, first) > 0
+    asked = algorithm.settings(session.facts, second)
+    assert torch.equal(asked["aggregate"], second.aggregate) and asked["noise"] == second.noise  # type: ignore[arg-type]
+
+
 def test_the_clipping_value_finds_the_quantile() -> None:
     """Updates of known norms 1..100 and no noise: C settles between the 70th and the 71st, whatever it began with."""
     algorithm = FedAvg(rounds=10, sample_rate=1.0, quantile=0.7)
