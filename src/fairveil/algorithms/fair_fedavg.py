@@ -11,12 +11,12 @@ The sound form, the default. Each client chooses C_k itself: it takes the steps 
 aggregate and the released mean loss in the place of the others, and itself as the one whose distance counts; the term
 of the noise is left out, since C_k is never above the public C_t, for which the noise is made.
 
-Sensitivity: let D and D' differ in client k, and condition on all earlier releases. The model, the aggregate, the mean
-loss and C_t are functions of these, so they are the same for both. What another client j shares is a function of its
-own records and of these: the same for both. What client k shares is weight_k min(1, C_k/|update_k|) update_k with
-weight_k <= 1 and C_k in [0.1, 1] C_t: a vector of norm at most C_t, whatever it holds. So the sum moves by at most C_t;
-the sum of losses by at most B, since each is clipped to [-B, B] around the released mean; that of bits by 1/2. All
-three are of one draw and have noise of their own: one event, see `cohorts.py`.
+Sensitivity: let D and D' differ in client k, and condition on all earlier releases. The model, the aggregate, how long
+its noise is, the mean loss and C_t are functions of these, so they are the same for both. What another client j shares
+is a function of its own records and of these: the same for both. What client k shares is weight_k min(1,
+C_k/|update_k|) update_k with weight_k <= 1 and C_k in [0.1, 1] C_t: a vector of norm at most C_t, whatever it holds. So
+the sum moves by at most C_t; the sum of losses by at most B, since each is clipped to [-B, B] around the released mean;
+that of bits by 1/2. All three are of one draw and have noise of their own: one event, see `cohorts.py`.
 """
 
 from __future__ import annotations
