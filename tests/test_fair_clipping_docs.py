@@ -6,12 +6,17 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from scipy import stats
+
+from fairveil.privacy.accounting import calibrate
+from fairveil.session import Facts, Terms
+from fairveil.sweep import load_sweep
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/fair-clipping.md"
@@ -249,15 +254,35 @@ def test_what_is_said_holds() -> None:
         table = read(name)
         assert difference(table, "loss-split")[1] > 10
         assert difference(table, "fedavg", "finetuned_")[1] > difference(table, "loss-split")[0]
-        assert abs(difference(table, "fair-fedavg")[0]) < 3  # evener than a well-chosen clip, for the mean
-        fair, plain = (table[table["variant"] == name] for name in ("fair-fedavg", "fedavg-worst"))
-        assert fair["accuracy_variance"].mean() < plain["accuracy_variance"].mean()
-        assert fair["accuracy_mean"].mean() < plain["accuracy_mean"].mean() - 0.005
+    single, above = ("fair-fedavg", "root-loss", "fairfed", "q-fedavg"), set()
+    for name in WRITERS:
+        table = read(name)
+        there = [variant for variant in single if variant in set(table["variant"])]
+        above |= {(name, variant) for variant in there if difference(table, variant)[1] > 0}
+        if name != "natural":  # evener on every seed, and the mean pays for it
+            by_seed = table.set_index(["variant", "seed"])
+            for figure in ("accuracy_variance", "accuracy_mean"):
+                assert (by_seed.loc["fair-fedavg"][figure] < by_seed.loc["fedavg-worst"][figure]).all()
+    assert above == {("writers", "fair-fedavg"), ("few", "fair-fedavg")}
     few = read("few")[lambda table: table["variant"] == "fedavg"]
     assert few["finetuned_accuracy_mean"].min() > few["local_accuracy_mean"].max() + 0.1  # there is something to share
     assert f"stay within {clipped_away()} of the norms" in " ".join(PAGE.read_text().split())
     for part in pd.read_csv(ROOT / "docs/results/clipping-part.csv").itertuples():
         assert part.seconds < 3 and part.memory < 2
+
+
+def test_how_much_of_the_aggregate_is_noise() -> None:
+    """Of the writers at epsilon 8, in units of C_t; the noise is that of the plan, for as many clients and numbers."""
+    cells = load_sweep(ROOT / "examples/fair-clipping/writers-sweep.toml").cells
+    config = next(cell.config for cell in cells if cell.config.algorithm.name == "fair-fedavg")
+    algorithm = config.build_algorithm()
+    facts = Facts(np.full(539, 90), np.zeros(539, int), (1, 28, 28), 10, 7850, 1.0, unit="client")
+
+    def events(z: float) -> dict[DpEvent, int]:
+        return {m.event: n for m, n in algorithm.releases(Terms(facts, None, z)).items()}
+
+    z = calibrate(events, 8.0, 1e-3)
+    assert f"p (z/(q N))^2 = {7850 * (z / (0.2 * 539)) ** 2:.2f} C_t^2" in " ".join(PAGE.read_text().split())
 
 
 @pytest.mark.parametrize(

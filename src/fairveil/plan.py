@@ -194,7 +194,7 @@ class Plan:
 
     def _trust(self) -> str:
         secure = self.config.privacy.trust == "secure-sum"
-        if any(isinstance(mechanism, MedianClipped) for each in self.releases.values() for mechanism in each):
+        if _seen_whole(self.releases.values()):
             return PUBLISHED
         if self._sharers is None:
             return SECURE_SUM if secure else self.algorithm.trust
@@ -258,7 +258,7 @@ def make_plan(config: RunConfig) -> Plan:
             "Nothing was run.",
             "privacy.noise_multiplier = 1.0 instead of epsilon, or leave out algorithm.faithful",
         )
-    if privacy.trust == "secure-sum" and any(isinstance(m, MedianClipped) for each in releases for m in each):
+    if privacy.trust == "secure-sum" and _seen_whole(releases):
         raise UserError(
             'privacy.trust = "secure-sum" does not go with algorithm.faithful.',
             "The published form clips what clients have sent when it has seen all of it, which no sum in secret can.\n"
@@ -273,6 +273,11 @@ def make_plan(config: RunConfig) -> Plan:
         for unit, z, found in zip(protected, noise, prices, strict=True)
     ]
     return Plan(config, algorithm, federation, model, facts, tuple(units))
+
+
+def _seen_whole(releases: Iterable[Releases]) -> bool:
+    """Whether a sum is clipped by what all have sent, so that whoever adds up sees each update as it is."""
+    return any(isinstance(mechanism, MedianClipped) for each in releases for mechanism in each)
 
 
 def _unpriced(algorithm: Algorithm[Any], terms: Iterable[Terms]) -> bool:
@@ -364,20 +369,19 @@ def materials(
 
 def _check_fairness(config: RunConfig, algorithm: Algorithm[Any], federation: Federation) -> None:
     """What the run is to be judged by must be there."""
-    published = getattr(algorithm, "faithful", False)  # clips when it has seen all: there is no share of a client
-    if config.fairness.explain and published:
-        raise UserError(
-            "fairness.explain = true does not go with algorithm.faithful.",
-            "The published form clips when it has seen all: there is no share of a client to be explained. "
-            "Nothing was run.",
-            "leave out algorithm.faithful, or fairness.explain",
-        )
     if config.fairness.explain and type(algorithm).next_round is Algorithm.next_round:
         raise UserError(
             f"fairness.explain = true makes no sense with {config.algorithm.name}.",
             "It needs a client-level algorithm with one model, whose step is a mean of updates that clients have "
             "clipped. Nothing was run.",
             'leave out fairness.explain, or algorithm.name = "fedavg"',
+        )
+    if config.fairness.explain and getattr(algorithm, "faithful", False):
+        raise UserError(
+            "fairness.explain = true does not go with algorithm.faithful.",
+            "The published form clips when it has seen all: there is no share of a client to be explained. "
+            "Nothing was run.",
+            "leave out algorithm.faithful, or fairness.explain",
         )
     groups, positive = config.fairness.groups, config.fairness.positive
     known = ["cluster", *federation.attributes]

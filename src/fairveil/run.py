@@ -103,7 +103,7 @@ class RunResult:
             **({"fairness": self.fairness} if self.fairness else {}),
             **({"votes": self.votes} if self.votes else {}),
             **({"finetune": {name: _plain_metrics(of) for name, of in self.finetune.items()}} if self.finetune else {}),
-            **({"taken_back": self.taken_back} if self.finetune else {}),
+            **({"taken_back": self.taken_back} if self.taken_back else {}),
             **({"budget": {key: json_number(value) for key, value in self.budget.items()}} if self.budget else {}),
             "guarantee": self.statement.sentence(),
         }
@@ -388,7 +388,8 @@ def _finish(plan: Plan, store: Store, state: object) -> RunResult:
         plan.federation.clients, clusters_of(plan, state), _fairness(run),
         _budget(run, statement), votes_of(plan, store, state),
         {model: summaries(plan, store, model)[0] for model in PERSONAL} if plan.config.finetune else {},
-        {model: round(sum(store.scores("taken back", model=model).values())) for model in PERSONAL},
+        {model: round(sum(store.scores("taken back", model=model).values())) for model in PERSONAL}
+        if plan.config.finetune else {},
     )  # fmt: skip
     store.write("result.json", json.dumps(result.to_json(), indent=2).encode())
     return result

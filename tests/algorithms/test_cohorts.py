@@ -34,6 +34,7 @@ from fairveil.privacy.faithful import MedianClipped, MultiplierClipped
 from fairveil.privacy.mechanisms import CohortSums, canonical, from_canonical
 from fairveil.privacy.multipliers import Multipliers
 from fairveil.privacy.release import MINT
+from fairveil.reading import load_run
 from fairveil.remote import DEPLOYABLE, Malformed, Positive
 from fairveil.run import run_plan
 from fairveil.session import Cohort, Facts, Member, Terms
@@ -462,6 +463,14 @@ def test_the_noise_in_the_aggregate_is_as_long_as_announced() -> None:
         noisy = mechanism.finish(mechanism.zero(), Stream(seed), 0)[0]["update"]
         squares.append(float((algorithm.step(facts, state) * noisy).square().sum()))
     assert np.mean(squares) == pytest.approx(algorithm.noise(terms, state) ** 2, rel=0.12)
+
+
+def test_fair_fedavg_is_not_idle_under_noise(tmp_path: Path) -> None:
+    """What is released is mostly noise. Some clients shrink all the same; with it left in, none does (seed 0)."""
+    given = values("fair-fedavg", rounds=10, learning_rate=0.1)
+    run = load_run(run_plan(make_plan(make_config(given)), runs=tmp_path).folder)
+    shrunk = run.metrics[run.metrics["metric"] == "shrunk"]
+    assert 0.1 < shrunk[shrunk["round"] > 2]["value"].mean() < 0.9
 
 
 def test_the_next_round_of_fair_fedavg_knows_the_last_aggregate() -> None:
