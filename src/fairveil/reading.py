@@ -196,6 +196,10 @@ class Run:
         """What a clustered system has found so far: count, of_client, ari, mss, mpo, switch_round, plane ..."""
         return _json(self.folder / "clusters.json")
 
+    def attack(self, name: str) -> Mapping[str, Any] | None:
+        """What an attack on the run has found ("audit", "membership", "inversion"); None: it was not attacked so."""
+        return _json(self.folder / "attacks" / f"{name}.json")
+
     def planned(self, unit: int) -> Counter[Mechanism | None]:
         """All that a unit may ever release. None stands for mechanisms that this library does not know."""
         query = "SELECT what, count FROM plan JOIN mechanism ON id = mechanism WHERE unit = ?"

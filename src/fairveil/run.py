@@ -29,6 +29,7 @@ from fairveil.preparation import feature_statistics
 from fairveil.privacy.accounting import rdp_curve, rdp_epsilon
 from fairveil.privacy.ledger import FEDERATION
 from fairveil.privacy.mechanisms import canonical
+from fairveil.privacy.release import Plain
 from fairveil.privacy.statement import Statement, json_number
 from fairveil.provenance import commit, published, resume_command, versions
 from fairveil.reading import SCORES_STAY, Run, load_run
@@ -43,7 +44,7 @@ from fairveil.serving import (
     served_models,
     summaries,
 )
-from fairveil.session import Engine, Session
+from fairveil.session import Engine, Job, Session
 from fairveil.store import Score, Store, disk_faults, new_folder
 
 
@@ -138,6 +139,9 @@ class Machines(Engine, Protocol):
 
 class Place:
     """Where a run takes place, and the root of its randomness: here, or on a cluster."""
+
+    def witness(self, job: Job, values: Mapping[int, Mapping[str, Plain]]) -> None:
+        """Sees all that the algorithm sees, when it sees it."""
 
     def engine(self, plan: Plan, store: Store, federation: Federation) -> Machines:
         """What runs the tasks of this run on these records."""
@@ -319,7 +323,7 @@ def drive(plan: Plan, store: Store, progress: Progress | None = None, place: Pla
         session = Session(
             plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=config.seed,
             root=place.root(plan, store), personal=personal, observe=observe, public_tasks=algorithm.public_tasks,
-            public=None if plan.federation.server is None else plan.federation.server.x,
+            public=None if plan.federation.server is None else plan.federation.server.x, witness=place.witness,
         )  # fmt: skip
         state, done = algorithm.start(session), 0
         gauge = _Gauge(plan, store) if progress else None
@@ -364,6 +368,7 @@ def _scales(plan: Plan, store: Store, place: Place) -> tuple[np.ndarray, np.ndar
         session = Session(
             plan.facts, plan.terms, model=plan.model, engine=engine, ledger=store.ledger, seed=plan.config.seed,
             root=place.root(plan, store), personal={}, observe=lambda *measured: None, stage="preparation",
+            witness=place.witness,
         )  # fmt: skip
         return feature_statistics(standardise, session, federation=plan.pooled)
 

@@ -165,6 +165,8 @@ class Engine(Protocol):
 
 
 Observe = Callable[[int, str, Mapping[str, float]], None]
+# Takes a job and what came of it, as the algorithm sees it: by client, or of the FEDERATION as a whole.
+Witness = Callable[[Job, Mapping[int, Mapping[str, Plain]]], None]
 
 
 class Session:
@@ -180,16 +182,19 @@ class Session:
         observe: takes (client, task, diagnostics) to the metrics table.
         public: the records that the server holds (n, *features), without labels; None: none.
         stage: what requests are named by before a round begins; while it is empty nothing can be asked.
+        witness: sees all that the algorithm sees, when it sees it: for an audit.
     """
 
     def __init__(
         self, facts: Facts, terms: Mapping[int, Terms], *, model: Model, engine: Engine, ledger: Ledger,
         seed: int, root: str, personal: dict[int, Mapping[str, Tensor]], observe: Observe,
         public_tasks: Container[str] = (), public: Tensor | None = None, stage: str = "",
+        witness: Witness = lambda job, values: None,
     ) -> None:  # fmt: skip
         self.facts, self.terms, self.model = facts, terms, model
         self._engine, self._ledger, self._observe, self._personal = engine, ledger, observe, personal
         self._seed, self._root, self._public_tasks, self._public = seed, root, public_tasks, public
+        self._witness = witness
         self._round = self._asked = 0
         self._stage = stage
         self._drawn: dict[Cohort, np.ndarray] = {}  # who is in the cohorts of this round that are not yet summed
@@ -276,6 +281,7 @@ class Session:
             ]
         )
         self._keep(job, replies)
+        self._witness(job, values)
         return [values[c.client] if c.client in values else _silence(job, c, values) for c in job.calls]
 
     def sum(
@@ -319,6 +325,7 @@ class Session:
         noisy, diagnostics = mechanism.finish(exact, stream, len(job.calls) - len(replies))
         self._ledger.post([Entry(FEDERATION, job.request, mechanism, inputs, digest_values(noisy))])
         self._keep(job, {**replies, FEDERATION: Reply(Kept(), diagnostics=diagnostics)})
+        self._witness(job, {FEDERATION: noisy})
         return noisy
 
     def _job(
