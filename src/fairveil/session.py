@@ -165,7 +165,7 @@ class Engine(Protocol):
 
 
 Observe = Callable[[int, str, Mapping[str, float]], None]
-# Takes a job and what came of it, as the algorithm sees it: by client, or of the FEDERATION as a whole.
+# Takes a job and what came of it, by client, as the algorithm sees it. A sum is one call, to the FEDERATION.
 Witness = Callable[[Job, Mapping[int, Mapping[str, Plain]]], None]
 
 
@@ -325,7 +325,7 @@ class Session:
         noisy, diagnostics = mechanism.finish(exact, stream, len(job.calls) - len(replies))
         self._ledger.post([Entry(FEDERATION, job.request, mechanism, inputs, digest_values(noisy))])
         self._keep(job, {**replies, FEDERATION: Reply(Kept(), diagnostics=diagnostics)})
-        self._witness(job, {FEDERATION: noisy})
+        self._witness(replace(job, calls=[Call(FEDERATION, mechanism=mechanism)]), {FEDERATION: noisy})
         return noisy
 
     def _job(

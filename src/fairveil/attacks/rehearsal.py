@@ -38,7 +38,8 @@ class Planted:
         more = self.more.get(client)
         if client >= self.clients:
             assert more is not None
-            return ClientData(more, more.take(np.arange(0)))
+            like = self.source.load(0)
+            return replace(like, train=more, test=like.test.take(np.arange(0)), attributes={})
         data = self.source.load(client)
         kept, gone = data.train, self.without.get(client)
         if gone is not None:

@@ -260,9 +260,10 @@ class Standardised:
     def load(self, client: int) -> ClientData:
         """The client's records, standardised."""
         data = self.source.load(client)
-        return replace(data, train=self._applied(data.train), test=self._applied(data.test))
+        return replace(data, train=self.applied(data.train), test=self.applied(data.test))
 
-    def _applied(self, records: Records) -> Records:
+    def applied(self, records: Records) -> Records:
+        """Any records in this form."""
         x = records.x.clone()
         for (column, missing), mean, scale in zip(self.columns, self.mean, self.scale, strict=True):
             x[:, column] = (x[:, column] - float(mean)) / float(scale)

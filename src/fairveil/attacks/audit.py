@@ -1,0 +1,182 @@
+"""The audit: how much of what a run promises can be refuted by looking at it?
+
+The planned run is carried out again with canaries among its records (or clients), by the very code that trains, with
+noise of its own. Somebody who sees what the server sees in each round guesses which canaries are in. So many guesses
+are right that some promises cannot have been kept: what is refuted is a lower bound on epsilon
+(`fairveil.attacks.evidence`). If it exceeds the epsilon that is claimed, something is wrong with mechanism, ledger or
+price, and the audit is an alarm.
+
+It is no proof of privacy. Guesses are as good as this attack is, and their number limits what they can show: with r
+guesses that are all right, epsilon of about ln(r / ln(1 / significance)).
+
+The relation between neighbours is that of the plan: canaries are added or not, or replaced by others. The event is all
+that the server sees in all rounds. Whatever decides on a guess is fixed before the coins are looked at: how many
+guesses there are follows from the plan alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from fairveil.attacks.canaries import Planting, capacity, plant
+from fairveil.attacks.evidence import Curve, best_guesses, lower_bound, refuted_factor
+from fairveil.attacks.rehearsal import rehearse
+from fairveil.attacks.watch import Watch
+from fairveil.attacks.watch_clients import ClientWatch
+from fairveil.attacks.watch_records import RecordWatch
+from fairveil.errors import UserError
+from fairveil.plan import Plan
+from fairveil.privacy.accounting import price
+from fairveil.privacy.mechanisms import events_of
+from fairveil.privacy.statement import json_number
+
+SIGNIFICANCE = 1e-3
+DELTAS = (1e-12, 1e-9, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.2, 0.35, 0.5)
+MOST_RUNS = 20  # that are made unasked
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit has found."""
+
+    epsilon_claimed: float
+    epsilon_lower_bound: float  # by all prices that are claimed together, see `evidence.refuted_factor`
+    epsilon_lower_bound_at_delta: float  # by the one at this delta, whatever the others are
+    delta: float
+    confidence: float
+    canaries: int
+    guesses: int
+    correct: int
+    runs: int
+    unit: str
+    adjacency: str
+    algorithm: str
+    rounds: int
+    seconds: float
+    by_certainty: tuple[tuple[int, int], ...]  # of the guesses, the surest first: how many, and how many of them right
+
+    @property
+    def alarm(self) -> bool:
+        """Whether what is claimed is refuted."""
+        return max(self.epsilon_lower_bound, self.epsilon_lower_bound_at_delta) > self.epsilon_claimed
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"epsilon_claimed": json_number(self.epsilon_claimed), "alarm": self.alarm}
+
+
+def audit(
+    plan: Plan, *, canaries: int = 1000, runs: int | None = None, guesses: int | None = None,
+    significance: float = SIGNIFICANCE, tell: Callable[[int, int], None] = lambda done, of: None,
+) -> Audit:  # fmt: skip
+    """Audit a plan.
+
+    Args:
+        canaries: in all rehearsals together.
+        runs: how many rehearsals they are spread over; None: as many as it takes to tell them apart.
+        guesses: how many; None: what promises most.
+        significance: the chance of a bound that is too large.
+        tell: takes how many rehearsals are done, and of how many.
+
+    Raises:
+        UserError: it makes no sense.
+    """
+    started, claimed, delta = time.perf_counter(), plan.price.epsilon, plan.price.delta
+    canaries, runs = _spread(plan, canaries, runs)
+    if guesses is None:
+        guesses = best_guesses(canaries, claimed, delta, significance)
+    _check(plan, canaries, guesses, significance)
+    inside, odds = [], []
+    for number, some in enumerate(np.array_split(np.arange(canaries), runs)):
+        planting = plant(plan, len(some), (plan.root, "audit", number))
+        watch = watch_of(planting, f"audit {number}")
+        rehearse(planting.plan, watch)
+        inside.append(planting.inside)
+        odds.append(watch.log_odds())
+        tell(number + 1, runs)
+    right = _guessed(np.concatenate(odds), np.concatenate(inside), guesses)
+    correct = int(right.sum())
+    factor = refuted_factor(canaries, guesses, correct, claimed_curve(plan), significance)
+    return Audit(
+        epsilon_claimed=claimed,
+        epsilon_lower_bound=factor * claimed if math.isfinite(claimed) else 0.0,
+        epsilon_lower_bound_at_delta=lower_bound(canaries, guesses, correct, delta, significance),
+        delta=delta,
+        confidence=1 - significance,
+        canaries=canaries,
+        guesses=guesses,
+        correct=correct,
+        runs=runs,
+        unit=plan.unit,
+        adjacency=plan.config.privacy.adjacency,
+        algorithm=plan.config.algorithm.name,
+        rounds=plan.algorithm.rounds,
+        seconds=round(time.perf_counter() - started, 1),
+        by_certainty=tuple((int(n), int(right[:n].sum())) for n in np.unique(np.geomspace(1, guesses, 30).astype(int))),
+    )
+
+
+def watch_of(planting: Planting, name: str) -> Watch:
+    """Who looks on."""
+    return (ClientWatch if planting.whole else RecordWatch)(planting, name)
+
+
+def claimed_curve(plan: Plan) -> Curve:
+    """What the releases of the unit that pays most cost at every delta: all of it is promised."""
+    privacy, worst = plan.config.privacy, max(plan.units, key=lambda unit: unit.epsilon)
+    events = events_of(plan.releases[worst.unit], plan.holders)
+    if plan.price.accountant == "sum":
+        return Curve((plan.price.epsilon,), (0.0,))
+    known = sorted({*DELTAS, privacy.delta})
+    prices = [price(events, delta, adjacency=privacy.adjacency, accountant=privacy.accountant) for delta in known]
+    finite = [(found.epsilon, delta) for found, delta in zip(prices, known, strict=True) if found.epsilon < math.inf]
+    return Curve(*zip(*finite, strict=True)) if finite else Curve((), ())
+
+
+def _spread(plan: Plan, canaries: int, runs: int | None) -> tuple[int, int]:
+    """How many canaries in how many rehearsals: no more in one than can be told apart."""
+    at_once = capacity(plan)
+    if runs is None:
+        runs = min(MOST_RUNS, -(-canaries // at_once))
+    return min(canaries, runs * at_once), runs
+
+
+def _guessed(odds: np.ndarray, inside: np.ndarray, guesses: int) -> np.ndarray:
+    """Whether each guess is right, the surest first."""
+    surest = np.argsort(-np.abs(odds), kind="stable")[:guesses]
+    found: np.ndarray = (odds[surest] > 0) == inside[surest]
+    return found
+
+
+def _check(plan: Plan, canaries: int, guesses: int, significance: float) -> None:
+    if not 0 < significance < 1:
+        raise UserError(
+            f"significance = {significance:g} makes no sense.",
+            "It is the chance that the bound is too large: between 0 and 1. Nothing was run.",
+            "--significance 0.001",
+        )
+    if not 1 <= guesses <= canaries:
+        raise UserError(
+            f"guesses = {guesses} makes no sense with {canaries:,} canaries.",
+            "There is a guess for some of them, at least one. Nothing was run.",
+            f"--guesses {max(1, canaries // 4)}, or leave it out",
+        )
+    if not any(plan.releases.values()):
+        raise UserError(
+            f"{plan.config.algorithm.name} releases nothing here.",
+            "There is nothing to look at, and nothing to be audited. Nothing was run.",
+            "another algorithm",
+        )
+    shared = [m for each in plan.releases.values() for m in each if getattr(m, "noised_by", None) is not None]
+    if shared and plan.unit == "client":
+        raise UserError(
+            'algorithm.noise = "distributed" cannot be audited yet.',
+            "A client that is left out would take its share of the noise with it, which the promise does not allow for.\n"
+            "Nothing was run.",
+            'algorithm.noise = "server": the law of the sum is the same',
+        )
