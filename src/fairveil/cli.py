@@ -16,10 +16,12 @@ from rich.table import Table
 
 from fairveil.terminal import (
     ByteBar,
+    CountBar,
     RoundBar,
     err,
     first_line,
     out,
+    print_attacked,
     print_deployment,
     print_json,
     print_result,
@@ -317,6 +319,35 @@ def watch(
     with Watch(folder, port) as server, suppress(KeyboardInterrupt):
         out.print(f"Watching {folder} at {server.address} (Ctrl-C ends it).", markup=False, soft_wrap=True)
         server.serve_forever()
+
+
+@app.command()
+def audit(
+    path: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A config, or the folder of a run.")],
+    settings: Settings = None,
+    canaries: Annotated[int, typer.Option(min=2, help="In all rehearsals together.")] = 1000,
+    rehearsals: Annotated[int | None, typer.Option(min=1, help="Of the run; else as many as it takes.")] = None,
+    guesses: Annotated[int | None, typer.Option(min=1, help="Fixed beforehand; else what promises most.")] = None,
+    significance: Annotated[float, typer.Option(help="The chance of a bound that is too large.")] = 1e-3,
+    as_json: AsJson = False,
+) -> None:
+    """Try to refute the guarantee: carry the run out again with canaries, look on as the server, and guess."""
+    from fairveil.attacks.attack import attack
+    from fairveil.config import load_config
+
+    if not path.is_dir():
+        _with_data(load_config(path, settings or ()))
+    with CountBar("rehearsals") as bar:
+        found = attack(
+            path, settings or (), canaries=canaries, rehearsals=rehearsals, guesses=guesses, significance=significance,
+            tell=bar.show,
+        )  # fmt: skip
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_attacked(found)
+    if found.audit.alarm:
+        raise typer.Exit(1)
 
 
 data = typer.Typer(no_args_is_help=True, help="The files of published datasets: list, get and check them.")

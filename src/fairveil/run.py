@@ -227,24 +227,35 @@ def _elsewhere(whose: str, fix: str = "fairveil deploy submit CONFIG --server DI
 
 def _resume(config: RunConfig, folder: Path, progress: Progress | None, place: Place = HERE) -> RunResult:
     with Store(folder) as store:
-        units = store.units()
         checkpoint = store.latest()
-        if checkpoint and (not units or len(store.ledger) < checkpoint.entries):
+        if checkpoint and (not store.units() or len(store.ledger) < checkpoint.entries):
             raise PrivacyError(
                 f"{folder}: its ledger is gone, or older than its checkpoints. It has forgotten what was released, so "
                 "the run cannot go on. Restore run.sqlite as it was."
             )
-        settled = json.loads(store.meta("settled") or "{}")
-        plan = Plan(config, *materials(config, settled), tuple(units)) if units else make_plan(config)
-        for what, now in (("config", config.digest()), ("data", plan.federation.fingerprint), ("code", plan.code)):
-            if units and store.meta(what) != now:
-                raise UserError(
-                    f"the {what} of {folder} {'have' if what == 'data' else 'has'} changed since it was planned.",
-                    "A resumed run keeps what it promised: the same records, the same budget, the same steps.\n"
-                    "Nothing was released.",
-                    "restore it as it was, or start a new run",
-                )
+        plan = planned(store, config) or make_plan(config)
         return _carry_out(plan, store, progress, place)
+
+
+def planned(store: Store, config: RunConfig) -> Plan | None:
+    """The plan of a run as it was made, with its noise; None: planning was cut short.
+
+    Raises:
+        UserError: config, data or code are others now.
+    """
+    units = store.units()
+    if not units:
+        return None
+    plan = Plan(config, *materials(config, json.loads(store.meta("settled") or "{}")), tuple(units))
+    for what, now in (("config", config.digest()), ("data", plan.federation.fingerprint), ("code", plan.code)):
+        if store.meta(what) != now:
+            raise UserError(
+                f"the {what} of {store.folder} {'have' if what == 'data' else 'has'} changed since it was planned.",
+                "A run keeps what it promised: the same records, the same budget, the same steps.\n"
+                "Nothing was released.",
+                "restore it as it was, or start a new run",
+            )
+    return plan
 
 
 def _carry_out(plan: Plan, store: Store, progress: Progress | None, place: Place = HERE) -> RunResult:

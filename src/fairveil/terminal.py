@@ -67,6 +67,29 @@ class ByteBar:
         self.bar.update(self.tasks[file], completed=done, total=total)
 
 
+class CountBar:
+    """The progress of something that is done so many times."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> CountBar:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        self.bar = Progress(*columns, console=err)
+        self.bar.start()
+        self.task = self.bar.add_task(self.what, total=None)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def show(self, done: int, of: int) -> None:
+        """Take how often it is done, and how often it will be."""
+        self.bar.update(self.task, completed=done, total=of)
+
+
 def print_statement(statement: Any) -> None:
     """The guarantee and what it rests on, a line each."""
     table = Table.grid(padding=(0, 2))
@@ -162,6 +185,33 @@ def _clusters_line(found: Any, groups: str) -> str:
     if found["mss"] is not None:
         line += f"; smallest separation {found['mss']:.1f}, first round decides up to round {found['switch_round']}"
     return line
+
+
+def print_attacked(attacked: Any) -> None:
+    """What attacks have found, a line each; an alarm is one."""
+    from fairveil.privacy.statement import rounded_up
+
+    found = attacked.audit
+    out.print(f"Claimed: epsilon {rounded_up(found.epsilon_claimed)} at delta {found.delta:g} ({found.adjacency}).")
+    out.print(
+        f"Found: {found.correct:,} of {found.guesses:,} guesses about {found.canaries:,} canaries are right, in "
+        f"{found.rehearsals:,} rehearsals of {found.rounds:,} rounds ({found.seconds:.0f} s).",
+        soft_wrap=True,
+    )
+    bound, alone = (
+        f"{int(1000 * e) / 1000:.3f}" for e in (found.epsilon_lower_bound, found.epsilon_lower_bound_at_delta)
+    )
+    out.print(
+        f"So epsilon is at least {bound}, with confidence {100 * found.confidence:.4g}% ({alone} from the price at "
+        "this delta alone).",
+        soft_wrap=True,
+    )
+    if found.alarm:
+        out.print("ALARM: what is claimed is refuted. Do not rely on this guarantee.")
+    elif found.epsilon_claimed < float("inf"):
+        out.print("The claim was not refuted. That is no proof: the truth is somewhere between the two.")
+    if attacked.folder is not None:
+        out.print(f"Kept with the run: fairveil report {attacked.folder} shows it.", markup=False, soft_wrap=True)
 
 
 def print_submitted(result: dict[str, Any]) -> None:

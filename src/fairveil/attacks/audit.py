@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from fairveil.attacks.canaries import Planting, capacity, plant
+from fairveil.attacks.canaries import Planting, bearers, capacity, plant
 from fairveil.attacks.evidence import Curve, best_guesses, lower_bound, refuted_factor
 from fairveil.attacks.rehearsal import rehearse
 from fairveil.attacks.watch import Watch
@@ -33,12 +33,13 @@ from fairveil.attacks.watch_records import RecordWatch
 from fairveil.errors import UserError
 from fairveil.plan import Plan
 from fairveil.privacy.accounting import price
+from fairveil.privacy.ledger import FEDERATION
 from fairveil.privacy.mechanisms import events_of
 from fairveil.privacy.statement import json_number
 
 SIGNIFICANCE = 1e-3
 DELTAS = (1e-12, 1e-9, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.2, 0.35, 0.5)
-MOST_RUNS = 20  # that are made unasked
+MOST_UNASKED = 20  # rehearsals
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Audit:
     canaries: int
     guesses: int
     correct: int
-    runs: int
+    rehearsals: int
     unit: str
     adjacency: str
     algorithm: str
@@ -71,14 +72,14 @@ class Audit:
 
 
 def audit(
-    plan: Plan, *, canaries: int = 1000, runs: int | None = None, guesses: int | None = None,
+    plan: Plan, *, canaries: int = 1000, rehearsals: int | None = None, guesses: int | None = None,
     significance: float = SIGNIFICANCE, tell: Callable[[int, int], None] = lambda done, of: None,
 ) -> Audit:  # fmt: skip
     """Audit a plan.
 
     Args:
         canaries: in all rehearsals together.
-        runs: how many rehearsals they are spread over; None: as many as it takes to tell them apart.
+        rehearsals: how many they are spread over; None: as many as it takes to tell them apart.
         guesses: how many; None: what promises most.
         significance: the chance of a bound that is too large.
         tell: takes how many rehearsals are done, and of how many.
@@ -87,31 +88,33 @@ def audit(
         UserError: it makes no sense.
     """
     started, claimed, delta = time.perf_counter(), plan.price.epsilon, plan.price.delta
-    canaries, runs = _spread(plan, canaries, runs)
+    canaries, rehearsals = _spread(plan, canaries, rehearsals)
     if guesses is None:
         guesses = best_guesses(canaries, claimed, delta, significance)
     _check(plan, canaries, guesses, significance)
     inside, odds = [], []
-    for number, some in enumerate(np.array_split(np.arange(canaries), runs)):
+    for number, some in enumerate(np.array_split(np.arange(canaries), rehearsals)):
         planting = plant(plan, len(some), (plan.root, "audit", number))
         watch = watch_of(planting, f"audit {number}")
         rehearse(planting.plan, watch)
         inside.append(planting.inside)
         odds.append(watch.log_odds())
-        tell(number + 1, runs)
+        tell(number + 1, rehearsals)
     right = _guessed(np.concatenate(odds), np.concatenate(inside), guesses)
     correct = int(right.sum())
-    factor = refuted_factor(canaries, guesses, correct, claimed_curve(plan), significance)
+    curve = claimed_curve(plan)
+    factor = refuted_factor(canaries, guesses, correct, curve, significance) if curve.delta else 0.0
+    at_delta = lower_bound(canaries, guesses, correct, delta, significance)
     return Audit(
         epsilon_claimed=claimed,
-        epsilon_lower_bound=factor * claimed if math.isfinite(claimed) else 0.0,
-        epsilon_lower_bound_at_delta=lower_bound(canaries, guesses, correct, delta, significance),
+        epsilon_lower_bound=factor * claimed if curve.delta else at_delta,
+        epsilon_lower_bound_at_delta=at_delta,
         delta=delta,
         confidence=1 - significance,
         canaries=canaries,
         guesses=guesses,
         correct=correct,
-        runs=runs,
+        rehearsals=rehearsals,
         unit=plan.unit,
         adjacency=plan.config.privacy.adjacency,
         algorithm=plan.config.algorithm.name,
@@ -127,23 +130,28 @@ def watch_of(planting: Planting, name: str) -> Watch:
 
 
 def claimed_curve(plan: Plan) -> Curve:
-    """What the releases of the unit that pays most cost at every delta: all of it is promised."""
-    privacy, worst = plan.config.privacy, max(plan.units, key=lambda unit: unit.epsilon)
-    events = events_of(plan.releases[worst.unit], plan.holders)
+    """What everything that a unit with canaries releases costs, at every delta: all of that is promised."""
+    privacy = plan.config.privacy
     if plan.price.accountant == "sum":
         return Curve((plan.price.epsilon,), (0.0,))
-    known = sorted({*DELTAS, privacy.delta})
-    prices = [price(events, delta, adjacency=privacy.adjacency, accountant=privacy.accountant) for delta in known]
-    finite = [(found.epsilon, delta) for found, delta in zip(prices, known, strict=True) if found.epsilon < math.inf]
-    return Curve(*zip(*finite, strict=True)) if finite else Curve((), ())
+    units = [FEDERATION] if plan.pooled else bearers(plan).tolist()
+    kinds = {frozenset(events_of(plan.releases[unit], plan.holders).items()) for unit in units}
+    known = {}
+    for delta in sorted({*DELTAS, privacy.delta}):
+        prices = [
+            price(dict(kind), delta, adjacency=privacy.adjacency, accountant=privacy.accountant) for kind in kinds
+        ]
+        known[delta] = max(found.epsilon for found in prices)
+    finite = {delta: epsilon for delta, epsilon in known.items() if epsilon < math.inf}
+    return Curve(tuple(finite.values()), tuple(finite))
 
 
-def _spread(plan: Plan, canaries: int, runs: int | None) -> tuple[int, int]:
+def _spread(plan: Plan, canaries: int, rehearsals: int | None) -> tuple[int, int]:
     """How many canaries in how many rehearsals: no more in one than can be told apart."""
     at_once = capacity(plan)
-    if runs is None:
-        runs = min(MOST_RUNS, -(-canaries // at_once))
-    return min(canaries, runs * at_once), runs
+    if rehearsals is None:
+        rehearsals = min(MOST_UNASKED, -(-canaries // at_once))
+    return min(canaries, rehearsals * at_once), rehearsals
 
 
 def _guessed(odds: np.ndarray, inside: np.ndarray, guesses: int) -> np.ndarray:
@@ -176,7 +184,7 @@ def _check(plan: Plan, canaries: int, guesses: int, significance: float) -> None
     if shared and plan.unit == "client":
         raise UserError(
             'algorithm.noise = "distributed" cannot be audited yet.',
-            "A client that is left out would take its share of the noise with it, which the promise does not allow for.\n"
-            "Nothing was run.",
+            "A client that is left out would take its share of the noise with it, which the promise does not allow\n"
+            "for. Nothing was run.",
             'algorithm.noise = "server": the law of the sum is the same',
         )

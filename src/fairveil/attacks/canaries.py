@@ -11,7 +11,7 @@ numbers beyond those of the plan, whom the algorithm never asks. What they hold 
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +26,7 @@ from fairveil.privacy.votes import NoisyVotes
 from fairveil.streams import Stream
 
 Key = tuple[int | str, ...]
+SIZES = 10  # of clients with canaries, at most
 LOOKED_AT = 20  # clients whose records say what amounts there are
 MOST_AT_ONCE = 1 << 27  # numbers in the gradients of one client's canaries, or in what canary clients send
 
@@ -73,9 +74,9 @@ def capacity(plan: Plan) -> int:
     if plan.pooled and plan.unit == "record":
         return clients * votes_of(plan).queries
     if plan.pooled:
-        return max(8, min(400, parameters // 2, MOST_AT_ONCE // parameters))
-    at_one = max(4, min(400, parameters // 4, MOST_AT_ONCE // parameters))
-    return max(1, len(_bearers(plan)) * at_one // plan.holders)
+        return max(8, min(400, parameters // 3, MOST_AT_ONCE // parameters))
+    at_one = max(4, min(200, parameters // 10, MOST_AT_ONCE // parameters))
+    return max(1, len(bearers(plan)) * at_one // plan.holders)
 
 
 def votes_of(plan: Plan) -> NoisyVotes:
@@ -95,22 +96,27 @@ def plant(plan: Plan, count: int, key: Key) -> Planting:
     return _plant_records(plan, coins, key)
 
 
-def _bearers(plan: Plan) -> np.ndarray:
-    """The clients that get canaries: those of the largest epsilon, since the promise is for the worst."""
-    if plan.pooled:
+def bearers(plan: Plan) -> np.ndarray:
+    """The clients that get canaries: those of the largest epsilon, since the promise is for the worst.
+
+    If these have declared many different sizes, those of the commonest: a price at every delta takes its time.
+    """
+    if plan.pooled or plan.unit == "metric":
         return plan.facts.clients
     most = max(unit.epsilon for unit in plan.units)
-    return np.array([unit.unit for unit in plan.units if unit.epsilon >= 0.99 * most or math.isinf(most)])
+    worst = [unit for unit in plan.units if unit.epsilon >= 0.99 * most]
+    sizes = {size for size, _ in Counter(unit.size for unit in worst).most_common(SIZES)}
+    return np.array([unit.unit for unit in worst if unit.size in sizes])
 
 
 def _plant_records(plan: Plan, coins: np.ndarray, key: Key) -> Planting:
     """A record each, spread over the clients. Where it is voted, a canary is one of the queries under a drawn label."""
-    federation, bearers, count = plan.federation, _bearers(plan), len(coins)
-    holders = bearers[(np.arange(count)[:, None] + np.arange(plan.holders)) % len(bearers)]
+    federation, who, count = plan.federation, bearers(plan), len(coins)
+    holders = who[(np.arange(count)[:, None] + np.arange(plan.holders)) % len(who)]
     canaries, opposite = _pairs(plan, count, key)
     if plan.pooled:
         assert federation.server is not None
-        asked = np.arange(count) // len(bearers) % votes_of(plan).queries
+        asked = np.arange(count) // len(who) % votes_of(plan).queries
         x = federation.server.x[torch.from_numpy(asked)]
         canaries, opposite = Records(x, canaries.y), Records(x, _labels(plan, count, (*key, "others")))
     instead = opposite if plan.facts.adjacency == "replace" else None
@@ -133,17 +139,21 @@ def _plant_clients(plan: Plan, coins: np.ndarray, key: Key) -> Planting:
     canaries, opposite = _pairs(plan, count, key)
     acting = len(facts.size) + np.arange(count)
     backstage, otherwise = acting + count, acting + 2 * count
-    there, away = (_holdings(plan, made, [size] * count, (*key, form)) for made, form in _forms(canaries, opposite))
+    sizes = [size] * count
+    there, away = (_holdings(plan, made, sizes, (*key, form)) for made, form in _forms(canaries, opposite))
     pairs = facts.adjacency == "replace"
     held = [a if coin or not pairs else b for coin, a, b in zip(coins, there, away, strict=True)]
     more = dict(zip(acting.tolist(), held, strict=True)) | dict(zip(backstage.tolist(), there, strict=True))
     if pairs:
         more |= dict(zip(otherwise.tolist(), away, strict=True))
-    sizes = np.concatenate([facts.size, [len(each) for each in held]])
-    wider = replace(facts, size=sizes, group=np.concatenate([facts.group, np.zeros(count, np.int64)]))
+    wider = replace(
+        facts,
+        size=np.concatenate([facts.size, [len(each) for each in held]]),
+        group=np.concatenate([facts.group, np.zeros(count, np.int64)]),
+    )
     return Planting(
-        plan, replace(plan, federation=planted(plan.federation, more), facts=wider), coins, True, acting[:, None], canaries,
-        opposite if pairs else None, backstage, otherwise if pairs else None, facts.clients,
+        plan, replace(plan, federation=planted(plan.federation, more), facts=wider), coins, True, acting[:, None],
+        canaries, opposite if pairs else None, backstage, otherwise if pairs else None, facts.clients,
     )  # fmt: skip
 
 

@@ -12,10 +12,10 @@ never something wrong, but with the chance that is stated.
 
     P[W >= v] <= beta + 2 m delta a,   beta = P[Bin(r, p) >= v],   a = max_i (P[Bin(r, p) >= v - i] - beta) / i.
 
-**At all of them** (`refutes`): a plan promises more than one number. Its events have a price at every delta, and all
-these prices hold at once. So after Mahloujifar, Melis and Chaudhuri, "Auditing f-Differential Privacy in One Run" (2024):
-let F(x), increasing and concave, be the largest chance that an event of chance x for one neighbour may have for the
-other. For a set T of numbers and canary j take the event E: the guess for j is u, and W would be in T if that were
+**At all of them** (`refutes`): a plan promises more than one number. Its events have a price at every delta, and
+all these prices hold at once. So after Mahloujifar, Melis and Chaudhuri, "Auditing f-Differential Privacy in One
+Run" (2024): let F(x), increasing and concave, be the largest chance that an event of chance x for one neighbour may
+have for the other. For a set T of numbers and canary j take the event E: the guess for j is u, and W would be in T if that were
 right. It is an event of the output and of the other coins, which are independent of coin j. If coin j is u, W is in T
 and the guess is right; else it is wrong and W + 1 is in T. So P[right, W in T | u] <= F(P[wrong, W + 1 in T | not u]).
 The mean of that over j and u, and Jensen, give with p_i = P[W = i]
@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 LARGEST = 100.0  # epsilon beyond which none is looked for: so many guesses there never are
+USUAL = 8.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def refutes(canaries: int, guesses: int, correct: int, curve: Curve, significanc
     """Whether so many right guesses are less likely than `significance` under all these prices together."""
     _check(canaries, guesses, correct)
     intercept, slope = curve.lines()
-    # `right` and `wrong` are the sums of i p_i and of (r - i) p_i over what is at t and above; as little as there can be
+    # `right`, `wrong`: the sums of i p_i and of (r - i) p_i over what is at t and above; as little as there can be
     right, wrong = correct * significance, (guesses - correct) * significance
     for t in range(correct, 0, -1):
         needed = float(((right - canaries * intercept) / slope).max())
@@ -128,11 +129,12 @@ def gaussian_shift(epsilon: float, delta: float) -> float:
 def best_guesses(canaries: int, epsilon: float, delta: float, significance: float) -> int:
     """How many guesses, an even number, promise the largest bound against a Gaussian mechanism of this price.
 
-    From public numbers alone, so that it is fixed before anything is seen. Few guesses are surer, many count more.
+    From public numbers alone, so that it is fixed before anything is seen. Few guesses are surer, many count more. Of a
+    larger price than USUAL an attack does not see all.
     """
     if canaries < 2:
         return canaries
-    shift = gaussian_shift(min(epsilon, LARGEST), min(max(delta, 1e-9), 0.1))
+    shift = gaussian_shift(min(epsilon, USUAL), min(max(delta, 1e-9), 0.1))
     half = np.unique(np.geomspace(1, canaries // 2, 60).round().astype(int))
     found = [_expected(canaries, 2 * int(k), shift, significance) for k in half]
     return 2 * int(half[int(np.argmax(found))]) if max(found) > 0 else 2 * (canaries // 2)

@@ -7,20 +7,24 @@ them: give clients records that stand out, take others away, and look at what th
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fairveil.config import FairnessConfig, MetricsConfig
 from fairveil.data.federation import ClientData, Federation, Records, Source
 from fairveil.errors import UserError
 from fairveil.plan import Plan
-from fairveil.run import Place, drive
+from fairveil.privacy.mechanisms import SumMechanism
+from fairveil.privacy.release import Reply
+from fairveil.run import Machines, Place, drive
 from fairveil.serving import Served, served_models
+from fairveil.session import Job
 from fairveil.store import Store
 
 
@@ -87,11 +91,40 @@ class Rehearsed:
     personal: Mapping[int, Mapping[str, Tensor]]  # what clients keep for themselves
 
 
+class Quiet:
+    """An engine on which nobody is judged, and some clients contribute nothing to sums: they are not asked."""
+
+    measures = False
+
+    def __init__(self, machines: Machines, absent: frozenset[int] = frozenset()) -> None:
+        self._machines, self._absent = machines, absent
+
+    def run(self, job: Job) -> Iterator[tuple[int, Reply]]:
+        """The replies of all others."""
+        there = [c for c in job.calls if not (isinstance(c.mechanism, SumMechanism) and c.client in self._absent)]
+        return self._machines.run(replace(job, calls=there))
+
+    def deliver(self, served: Served) -> None:
+        """Nobody waits for a model."""
+
+    def __enter__(self) -> Self:
+        self._machines.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._machines.__exit__(kind, error, trace)
+
+
 class Apart(Place):
     """A place whose randomness is that of no other: rehearsals share noise neither with the run nor with each other."""
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    def engine(self, plan: Plan, store: Store, federation: Federation) -> Machines:
+        return Quiet(super().engine(plan, store, federation))
 
     def root(self, plan: Plan, store: Store) -> str:
         return f"{plan.root} rehearsal {self.name}"
@@ -109,14 +142,8 @@ def rehearse(plan: Plan, place: Apart) -> Rehearsed:
             "An attack takes records that stand out, and somebody who knows them. Nothing was run.",
             "the same config on records that are here, such as a public dataset of the same kind",
         )
-    config = plan.config
-    unjudged = {  # how a run is judged, and where it is worked out, changes no release
-        "fairness": FairnessConfig(),
-        "finetune": None,
-        "metrics": MetricsConfig(every=plan.algorithm.rounds),
-        "engine": config.engine.model_copy(update={"kind": "local"}),
-    }
-    plan = replace(plan, config=config.model_copy(update=unjudged))
+    here = plan.config.engine.model_copy(update={"kind": "local"})
+    plan = replace(plan, config=plan.config.model_copy(update={"engine": here}))
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "run") as store:
         store.ledger.set_plan(plan.releases)
         state = drive(plan, store, None, place)

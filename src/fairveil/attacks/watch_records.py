@@ -1,8 +1,8 @@
 """Canaries that are single records: scored by what the clients that hold them release, each for itself.
 
 For each release it is worked out what every canary would have added, and what the other records of the client have. A
-client that takes several steps before it answers moves its model on the way, which nobody sees: there a canary's part is
-taken at the model that the round starts from. Close enough for a guess; no guess needs to be right.
+client that takes several steps before it answers moves its model on the way, which nobody sees: there a canary's part
+is taken at the model that the round starts from. Close enough for a guess; no guess needs to be right.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from fairveil.intervals import gap_by_chance, gap_of, mean_of
 from fairveil.privacy.statement import VACUOUS, Statement, rounded_up
 from fairveil.provenance import PACKAGES, resume_command
 from fairveil.reading import SCORES_STAY, Run
+from fairveil.report.audit import audit_card, audit_figure, audit_table
 from fairveil.report.budget import Spending, budget_by_round, spending
 from fairveil.report.chart import Chart, in_words, shortened
 from fairveil.report.clusters import assignment_ribbon, cluster_confusion, cluster_plane, recovery
@@ -61,6 +62,7 @@ def run_page(run: Run) -> Page:
             "Signal and noise",
             charts(lambda: clipped_by_round([run]), lambda: signal_by_round([run]), lambda: step_lengths(run)),
         ),
+        Section("attacks", "What attacks find", _attacks(run), intro=ATTACKS),
         Section("reproduce", "How to have it again", reproduce(run)),
     ]
     about = f"{len(run.clients):,} clients, {rounds} round{'s' if rounds > 1 else ''}, seed {run.config['seed']}"
@@ -74,6 +76,10 @@ def run_page(run: Run) -> Page:
 PRIVACY = (
     "What was promised before the first round, what was sent, and what it cost. The statement is derived from the plan "
     "and the ledger; prices in this section were computed anew from the run folder."
+)
+ATTACKS = (
+    "What somebody who tries can find out. Attacks give lower bounds, proofs give upper ones: what is found must be less "
+    "than what the guarantee allows, or there is a fault."
 )
 ELSEWHERE = "What is on this page was sent with noise, was declared by the clients, or is public."
 
@@ -94,7 +100,7 @@ def _guarantee(statement: Statement) -> str:
 
 
 def _verdict(run: Run, statement: Statement, spent: Spending, judged: Judged | None) -> list[Card]:
-    cards = [_guaranteed(statement), _spent(run, statement, spent)]
+    cards = [_guaranteed(statement), _spent(run, statement, spent), *filter(None, [audit_card(run)])]
     if run.elsewhere:
         return [*cards, Card("Scores", "with the clients", "what they measure is not sent")]
     if judged is None:
@@ -238,6 +244,10 @@ def _privacy(run: Run, statement: Statement, spent: Spending) -> list[Any]:
     columns = ["release", "planned", "posted", "each time"]
     blocks += [Table("releases", f"What is sent, by {per}.", columns, rows, beside=True)]
     return [*texts, *blocks, Text(_checked(run, statement, spent), heading="Checked for this page")]
+
+
+def _attacks(run: Run) -> list[Any]:
+    return [*charts(lambda: audit_figure(run)), *filter(None, [audit_table(run)])]
 
 
 def _times(fewest_most: tuple[int, int]) -> str:
