@@ -208,6 +208,12 @@ def print_attacked(attacked: Any) -> None:
     )
     if found.alarm:
         out.print("ALARM: what is claimed is refuted. Do not rely on this guarantee.")
+    elif found.ceiling <= found.epsilon_claimed < float("inf"):
+        out.print(
+            f"With so few guesses no fault could give an alarm: all of them right would show {found.ceiling:.3f}. More "
+            "--canaries would.",
+            soft_wrap=True,
+        )
     elif found.epsilon_claimed < float("inf"):
         out.print("The claim was not refuted. That is no proof: the truth is somewhere between the two.")
     if attacked.folder is not None:

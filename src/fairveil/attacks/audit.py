@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from fairveil.attacks.canaries import Planting, bearers, capacity, plant
-from fairveil.attacks.evidence import Curve, best_guesses, lower_bound, refuted_factor
+from fairveil.attacks.evidence import Curve, enough_guesses, lower_bound, refuted_factor
 from fairveil.attacks.rehearsal import rehearse
 from fairveil.attacks.watch import Watch
 from fairveil.attacks.watch_clients import ClientWatch
@@ -49,6 +49,7 @@ class Audit:
     epsilon_claimed: float
     epsilon_lower_bound: float  # by all prices that are claimed together, see `evidence.refuted_factor`
     epsilon_lower_bound_at_delta: float  # by the one at this delta, whatever the others are
+    ceiling: float  # the bound, if all guesses had been right: below the claim, no fault could give an alarm
     delta: float
     confidence: float
     canaries: int
@@ -89,9 +90,10 @@ def audit(
     """
     started, claimed, delta = time.perf_counter(), plan.price.epsilon, plan.price.delta
     canaries, rehearsals = _spread(plan, canaries, rehearsals)
-    if guesses is None:
-        guesses = best_guesses(canaries, claimed, delta, significance)
     _check(plan, canaries, guesses, significance)
+    curve = claimed_curve(plan)
+    if guesses is None:
+        guesses = enough_guesses(canaries, claimed, delta, curve, significance)
     inside, odds = [], []
     for number, some in enumerate(np.array_split(np.arange(canaries), rehearsals)):
         planting = plant(plan, len(some), (plan.root, "audit", number))
@@ -102,13 +104,17 @@ def audit(
         tell(number + 1, rehearsals)
     right = _guessed(np.concatenate(odds), np.concatenate(inside), guesses)
     correct = int(right.sum())
-    curve = claimed_curve(plan)
-    factor = refuted_factor(canaries, guesses, correct, curve, significance) if curve.delta else 0.0
-    at_delta = lower_bound(canaries, guesses, correct, delta, significance)
+
+    def bound(right: int) -> float:
+        if not curve.delta:
+            return lower_bound(canaries, guesses, right, delta, significance)
+        return claimed * refuted_factor(canaries, guesses, right, curve, significance)
+
     return Audit(
         epsilon_claimed=claimed,
-        epsilon_lower_bound=factor * claimed if curve.delta else at_delta,
-        epsilon_lower_bound_at_delta=at_delta,
+        epsilon_lower_bound=bound(correct),
+        epsilon_lower_bound_at_delta=lower_bound(canaries, guesses, correct, delta, significance),
+        ceiling=bound(guesses),
         delta=delta,
         confidence=1 - significance,
         canaries=canaries,
@@ -161,14 +167,14 @@ def _guessed(odds: np.ndarray, inside: np.ndarray, guesses: int) -> np.ndarray:
     return found
 
 
-def _check(plan: Plan, canaries: int, guesses: int, significance: float) -> None:
+def _check(plan: Plan, canaries: int, guesses: int | None, significance: float) -> None:
     if not 0 < significance < 1:
         raise UserError(
             f"significance = {significance:g} makes no sense.",
             "It is the chance that the bound is too large: between 0 and 1. Nothing was run.",
             "--significance 0.001",
         )
-    if not 1 <= guesses <= canaries:
+    if guesses is not None and not 1 <= guesses <= canaries:
         raise UserError(
             f"guesses = {guesses} makes no sense with {canaries:,} canaries.",
             "There is a guess for some of them, at least one. Nothing was run.",

@@ -28,6 +28,7 @@ from fairveil.streams import Stream
 Key = tuple[int | str, ...]
 SIZES = 10  # of clients with canaries, at most
 LOOKED_AT = 20  # clients whose records say what amounts there are
+VOTERS = 50  # the more vote, the less does one of them count
 MOST_AT_ONCE = 1 << 27  # numbers in the gradients of one client's canaries, or in what canary clients send
 
 
@@ -73,6 +74,8 @@ def capacity(plan: Plan) -> int:
         return clients
     if plan.pooled and plan.unit == "record":
         return clients * votes_of(plan).queries
+    if plan.algorithm.needs_public:
+        return VOTERS
     if plan.pooled:
         return max(8, min(400, parameters // 3, MOST_AT_ONCE // parameters))
     at_one = max(4, min(200, parameters // 10, MOST_AT_ONCE // parameters))
@@ -134,7 +137,7 @@ def _plant_records(plan: Plan, coins: np.ndarray, key: Key) -> Planting:
 
 
 def _plant_clients(plan: Plan, coins: np.ndarray, key: Key) -> Planting:
-    """New clients."""
+    """New clients. Where it is voted the others hold such votes as well: where they agreed, nobody would count."""
     facts, count, size = plan.facts, len(coins), int(plan.facts.size.max())
     canaries, opposite = _pairs(plan, count, key)
     acting = len(facts.size) + np.arange(count)
@@ -146,13 +149,17 @@ def _plant_clients(plan: Plan, coins: np.ndarray, key: Key) -> Planting:
     more = dict(zip(acting.tolist(), held, strict=True)) | dict(zip(backstage.tolist(), there, strict=True))
     if pairs:
         more |= dict(zip(otherwise.tolist(), away, strict=True))
+    gone: dict[int, np.ndarray] = {}
+    if plan.algorithm.needs_public:
+        gone = {client: np.arange(size) for client, size in enumerate(plan.federation.size.tolist())}
+        more |= dict(enumerate(_holdings(plan, canaries, list(gone), (*key, "others"))))
     wider = replace(
         facts,
         size=np.concatenate([facts.size, [len(each) for each in held]]),
         group=np.concatenate([facts.group, np.zeros(count, np.int64)]),
     )
     return Planting(
-        plan, replace(plan, federation=planted(plan.federation, more), facts=wider), coins, True, acting[:, None],
+        plan, replace(plan, federation=planted(plan.federation, more, gone), facts=wider), coins, True, acting[:, None],
         canaries, opposite if pairs else None, backstage, otherwise if pairs else None, facts.clients,
     )  # fmt: skip
 

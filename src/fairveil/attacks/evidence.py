@@ -13,11 +13,14 @@ never something wrong, but with the chance that is stated.
     P[W >= v] <= beta + 2 m delta a,   beta = P[Bin(r, p) >= v],   a = max_i (P[Bin(r, p) >= v - i] - beta) / i.
 
 **At all of them** (`refutes`): a plan promises more than one number. Its events have a price at every delta, and
-all these prices hold at once. So after Mahloujifar, Melis and Chaudhuri, "Auditing f-Differential Privacy in One
-Run" (2024): let F(x), increasing and concave, be the largest chance that an event of chance x for one neighbour may
-have for the other. For a set T of numbers and canary j take the event E: the guess for j is u, and W would be in T if that were
-right. It is an event of the output and of the other coins, which are independent of coin j. If coin j is u, W is in T
-and the guess is right; else it is wrong and W + 1 is in T. So P[right, W in T | u] <= F(P[wrong, W + 1 in T | not u]).
+all these prices hold at once. So, after Mahloujifar, Melis and Chaudhuri, "Auditing f-Differential Privacy in One Run"
+(2024): let F(x), increasing and concave, be the largest chance that an event of chance x for one neighbour may have
+for the other. For a set T of numbers and canary j take the event E: the guess for j is u, and W would be in T if that
+were right. It is an event of the output and of the other coins, which are independent of coin j. If coin j is u, W is
+in T and the guess is right; else it is wrong and W + 1 is in T. So
+
+    P[right, W in T | u]  <=  F(P[wrong, W + 1 in T | not u]).
+
 The mean of that over j and u, and Jensen, give with p_i = P[W = i]
 
     sum_{i in T} i p_i  <=  m F( (1/m) sum_{i in T} (r - i + 1) p_{i-1} ).
@@ -37,7 +40,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 LARGEST = 100.0  # epsilon beyond which none is looked for: so many guesses there never are
-USUAL = 8.0
+USUAL, NEARLY_ALL = 8.0, 0.97
 
 
 @dataclass(frozen=True)
@@ -126,11 +129,21 @@ def gaussian_shift(epsilon: float, delta: float) -> float:
     return float(optimize.brentq(leak, 1e-6, 100.0, xtol=1e-12))
 
 
+def enough_guesses(canaries: int, epsilon: float, delta: float, curve: Curve, significance: float) -> int:
+    """How many guesses there are to be, from public numbers alone: it is fixed before anything is seen.
+
+    So many as promise the largest bound; but more, if it takes more to refute these prices with NEARLY_ALL right, and
+    there are so many canaries.
+    """
+    best = best_guesses(canaries, epsilon, delta, significance)
+    tried = [best, *np.unique(np.geomspace(best, canaries, 40).astype(int)).tolist()] if curve.delta else []
+    return next((r for r in tried if refutes(canaries, r, math.floor(NEARLY_ALL * r), curve, significance)), best)
+
+
 def best_guesses(canaries: int, epsilon: float, delta: float, significance: float) -> int:
     """How many guesses, an even number, promise the largest bound against a Gaussian mechanism of this price.
 
-    From public numbers alone, so that it is fixed before anything is seen. Few guesses are surer, many count more. Of a
-    larger price than USUAL an attack does not see all.
+    Few guesses are surer, many count more. Of a larger price than USUAL an attack does not see all.
     """
     if canaries < 2:
         return canaries

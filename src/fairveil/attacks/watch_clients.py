@@ -42,10 +42,10 @@ class ClientWatch(Watch):
         super().__init__(planting, name)
         self._decoder = Decoder(len(planting.inside))
         self._personal: dict[int, Mapping[str, Tensor]] = {}  # of clients backstage
-        self._apart = np.zeros(len(planting.inside), bool)  # what is seen of these is not covered
+        self._apart = np.zeros(len(planting.inside), bool)  # what is seen of these from now on is not covered
 
     def log_odds(self) -> NDArray[np.float64]:
-        return np.where(self._apart, 0.0, self._decoder.log_odds())
+        return self._decoder.log_odds()
 
     def witness(self, job: Job, values: Mapping[int, Mapping[str, Plain]]) -> None:
         first = job.calls[0].mechanism
@@ -136,24 +136,25 @@ class ClientWatch(Watch):
     # ---- local models ------------------------------------------------------------------------------
 
     def _see_models(self, job: Job, law: LaplaceBall | GaussianBall, values: Mapping[int, Mapping[str, Plain]]) -> None:
-        """The ratio of the densities of what was sent, for both forms of a canary."""
-        planting = self.planting
-        there = [j for j, client in enumerate(planting.holders[:, 0].tolist()) if client in values]
+        """The ratio of the densities of what was sent, for both forms of a canary.
+
+        Where hypotheses may be anywhere, the promise is for forms that choose the same one: a canary is looked at up to
+        the first round in which its two forms would not.
+        """
+        planting, model = self.planting, self.planting.before.model
         assert planting.otherwise is not None and planting.instead is not None
-        silent = replace(law, noise_multiplier=0.0)
+        forms = (planting.canaries, planting.instead)
+        models, silent = cast(Tensor, job.shared["models"]), replace(law, noise_multiplier=0.0)
+        asked = [j for j, client in enumerate(planting.holders[:, 0].tolist()) if client in values]
+        if not math.isfinite(law.spread):
+            for j in asked:
+                self._apart[j] |= len({best_model(model, models, form.take(np.array([j]))) for form in forms}) > 1
+        there = [j for j in asked if not self._apart[j]]
+        replies = [self._ask(job, silent, numbers[there]) for numbers in (planting.backstage, planting.otherwise)]
         found = torch.zeros(len(planting.inside), dtype=torch.float64)
-        models, model = cast(Tensor, job.shared["models"]), planting.before.model
-        forms = [self._ask(job, silent, numbers[there]) for numbers in (planting.backstage, planting.otherwise)]
-        for j, *replies in zip(there, *forms, strict=True):
-            if not math.isfinite(law.spread):
-                # the promise is for forms that choose alike: what is seen of others is not held against it
-                chosen = {
-                    best_model(model, models, form.take(np.array([j])))
-                    for form in (planting.canaries, planting.instead)
-                }
-                self._apart[j] |= len(chosen) > 1
+        for j, *pair in zip(there, *replies, strict=True):
             sent = cast(Tensor, values[int(planting.holders[j, 0])]["model"]).double()
-            far = [float((sent - cast(Tensor, cast(Release, reply.out).value["model"])).norm()) for reply in replies]
+            far = [float((sent - cast(Tensor, cast(Release, reply.out).value["model"])).norm()) for reply in pair]
             found[j] = _log_density(law, far[0]) - _log_density(law, far[1])
         self._decoder.tell(found)
 

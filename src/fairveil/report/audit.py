@@ -44,6 +44,7 @@ def audit_table(run: Run) -> Table | None:
         ("rehearsals of the run that they were in", f"{found['rehearsals']:,}"),
         ("guesses, as many as were fixed beforehand", f"{found['guesses']:,}"),
         ("of these right", f"{found['correct']:,}"),
+        ("what they would show if all were right", _down(found["ceiling"])),
         ("verdict", "ALARM: the claim is refuted" if found["alarm"] else "the claim was not refuted"),
     ]
     caption = (
