@@ -1,8 +1,8 @@
 """What an audit can see: `python -m benchmarks.audit [--out FOLDER]`. About half an hour.
 
-`audit-power.csv`: local training whose noise is less than what is claimed, by a factor. Ten clients of 50 records in 200
-dimensions, logistic regression, two rounds with all records, delta 1e-5: the noise multiplier alone decides, and 1 is
-sound. `audit-algorithms.csv`: every registered algorithm as it is, on scikit-learn's digits at epsilon 4, delta 1e-5
+`audit-power.csv`: local training whose noise is less than what is claimed, by a factor. Ten clients of 50 records in
+200 dimensions, logistic regression, two rounds with all records, delta 1e-5: the noise multiplier alone decides, and 1
+is sound. `audit-algorithms.csv`: every registered algorithm as it is, on scikit-learn's digits at epsilon 4, delta 1e-5
 (metric privacy: whatever its noise costs), 1,000 canaries.
 """
 
