@@ -158,3 +158,40 @@ def test_ctrl_c_shows_nothing_of_a_process_that_is_leaving(fairveil: Fairveil) -
     fairveil("list", "algorithms")
     os.kill(os.getpid(), signal.SIGINT)  # would be a KeyboardInterrupt
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+AUDITED = {"epsilon_claimed", "epsilon_lower_bound", "confidence", "canaries", "guesses", "correct"}
+
+
+def test_an_audit_of_a_config_and_of_a_run(fairveil: Fairveil) -> None:
+    fairveil("new")
+    code, out, _ = fairveil("audit", "fairveil.toml", "--canaries", "60", "--json", *SMALL)
+    found = one_object(out)
+    assert code == 0 and found.keys() >= AUDITED and found["canaries"] == 60 and found["confidence"] == 0.999
+    _, out, _ = fairveil("run", "fairveil.toml", "--json", *SMALL)
+    run = one_object(out)
+    code, out, _ = fairveil("audit", run["run"], "--canaries", "60", "--guesses", "20")
+    assert code == 0 and "of 20 guesses about 60 canaries" in out and "Claimed: epsilon" in out
+    assert "no fault could give an alarm" in out and "Kept with the run" in out
+    kept = json.loads((Path(run["run"]) / "attacks/audit.json").read_text())
+    assert kept["epsilon_claimed"] == run["epsilon"] and kept["guesses"] == 20
+    fairveil("report", run["run"])
+    assert "What attacks find" in (Path(run["run"]) / "report.html").read_text()
+
+
+def test_an_alarm_is_a_failure(fairveil: Fairveil, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fairveil.privacy import training
+
+    monkeypatch.setattr(training, "noise_std", lambda bound, z: 0.0)
+    fairveil("new")
+    less = ("--set", "privacy.epsilon=1.0", "--set", "privacy.delta=1e-5")
+    code, out, _ = fairveil("audit", "fairveil.toml", "--canaries", "600", *SMALL, *less)
+    assert code == 1 and "ALARM: what is claimed is refuted" in out
+
+
+def test_an_audit_of_nothing(fairveil: Fairveil) -> None:
+    Path("empty").mkdir()
+    code, _, err = fairveil("audit", "empty")
+    assert code == 2 and "is not a run folder" in err
+    code, _, err = fairveil("audit", "missing.toml")
+    assert code == 2 and "missing.toml" in err

@@ -26,7 +26,7 @@ import numpy as np
 
 from fairveil.attacks.canaries import Planting, bearers, capacity, plant
 from fairveil.attacks.evidence import Curve, enough_guesses, lower_bound, refuted_factor
-from fairveil.attacks.rehearsal import rehearse
+from fairveil.attacks.rehearsal import check_here, rehearse
 from fairveil.attacks.watch import Watch
 from fairveil.attacks.watch_clients import ClientWatch
 from fairveil.attacks.watch_records import RecordWatch
@@ -89,6 +89,7 @@ def audit(
         UserError: it makes no sense.
     """
     started, claimed, delta = time.perf_counter(), plan.price.epsilon, plan.price.delta
+    check_here(plan)
     canaries, rehearsals = _spread(plan, canaries, rehearsals)
     _check(plan, canaries, guesses, significance)
     curve = claimed_curve(plan)

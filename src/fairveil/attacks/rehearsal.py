@@ -136,12 +136,7 @@ def rehearse(plan: Plan, place: Apart) -> Rehearsed:
     Raises:
         UserError: its records are not here.
     """
-    if plan.federation.elsewhere:
-        raise UserError(
-            "the records of this run are on the machines of its clients.",
-            "An attack takes records that stand out, and somebody who knows them. Nothing was run.",
-            "the same config on records that are here, such as a public dataset of the same kind",
-        )
+    check_here(plan)
     here = plan.config.engine.model_copy(update={"kind": "local"})
     plan = replace(plan, config=plan.config.model_copy(update={"engine": here}))
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "run") as store:
@@ -150,3 +145,13 @@ def rehearse(plan: Plan, place: Apart) -> Rehearsed:
         last = store.latest()
         assert last is not None
         return Rehearsed(state, served_models(plan, state, last.average), last.personal)
+
+
+def check_here(plan: Plan) -> None:
+    """Refuse to attack records that are not here (UserError)."""
+    if plan.federation.elsewhere:
+        raise UserError(
+            "the records of this run are on the machines of its clients.",
+            "An attack takes records that stand out, and somebody who knows them. Nothing was run.",
+            "the same config on records that are here, such as a public dataset of the same kind",
+        )
