@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 LARGEST = 100.0  # epsilon beyond which none is looked for: so many guesses there never are
-USUAL, NEARLY_ALL = 8.0, 0.97
+USUAL, SPARE = 8.0, 0.15
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,13 @@ def gaussian_shift(epsilon: float, delta: float) -> float:
 def enough_guesses(canaries: int, epsilon: float, delta: float, curve: Curve, significance: float) -> int:
     """How many guesses there are to be, from public numbers alone: it is fixed before anything is seen.
 
-    So many as promise the largest bound; but more, if it takes more to refute these prices with NEARLY_ALL right, and
-    there are so many canaries.
+    So many as promise the largest bound. But more, up to half of the canaries, if it takes more to refute, with all of
+    them right, prices that are larger by a SPARE part: an audit should be able to fail.
     """
-    best = best_guesses(canaries, epsilon, delta, significance)
-    tried = [best, *np.unique(np.geomspace(best, canaries, 40).astype(int)).tolist()] if curve.delta else []
-    return next((r for r in tried if refutes(canaries, r, math.floor(NEARLY_ALL * r), curve, significance)), best)
+    best, larger = best_guesses(canaries, epsilon, delta, significance), curve.scaled(1 + SPARE)
+    more = np.unique(np.geomspace(best, max(best, canaries // 2), 40).astype(int)).tolist()
+    tried = [best, *more] if curve.delta else []
+    return next((r for r in tried if refutes(canaries, r, r, larger, significance)), best)
 
 
 def best_guesses(canaries: int, epsilon: float, delta: float, significance: float) -> int:
