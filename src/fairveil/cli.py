@@ -329,6 +329,9 @@ def audit(
     rehearsals: Annotated[int | None, typer.Option(min=1, help="Of the run; else as many as it takes.")] = None,
     guesses: Annotated[int | None, typer.Option(min=1, help="Fixed beforehand; else what promises most.")] = None,
     significance: Annotated[float, typer.Option(help="The chance of a bound that is too large.")] = 1e-3,
+    members: Annotated[bool, typer.Option("--members", help="Membership inference, by group, too.")] = False,
+    shadows: Annotated[int, typer.Option(help="Models that it compares each one with.")] = 16,
+    pictures: Annotated[bool, typer.Option("--pictures", help="Reconstruct a record from an update, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Try to refute the guarantee: carry the run out again with canaries, look on as the server, and guess."""
@@ -337,10 +340,10 @@ def audit(
 
     if not path.is_dir():
         _with_data(load_config(path, settings or ()))
-    with CountBar("rehearsals") as bar:
+    with CountBar() as bar:
         found = attack(
             path, settings or (), canaries=canaries, rehearsals=rehearsals, guesses=guesses, significance=significance,
-            tell=bar.show,
+            members=members, shadows=shadows, pictures=pictures, tell=bar.show,
         )  # fmt: skip
     if as_json:
         print_json(found.to_json())

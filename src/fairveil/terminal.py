@@ -68,10 +68,7 @@ class ByteBar:
 
 
 class CountBar:
-    """The progress of something that is done so many times."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
+    """The progress of things that are each done so many times, a line each."""
 
     def __enter__(self) -> CountBar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -79,15 +76,17 @@ class CountBar:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         self.bar = Progress(*columns, console=err)
         self.bar.start()
-        self.task = self.bar.add_task(self.what, total=None)
+        self.tasks: dict[str, Any] = {}
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.bar.stop()
 
-    def show(self, done: int, of: int) -> None:
-        """Take how often it is done, and how often it will be."""
-        self.bar.update(self.task, completed=done, total=of)
+    def show(self, what: str, done: int, of: int) -> None:
+        """Take how often something is done, and how often it will be."""
+        if what not in self.tasks:
+            self.tasks[what] = self.bar.add_task(what)
+        self.bar.update(self.tasks[what], completed=done, total=of)
 
 
 def print_statement(statement: Any) -> None:
@@ -216,8 +215,36 @@ def print_attacked(attacked: Any) -> None:
         )
     elif found.epsilon_claimed < float("inf"):
         out.print("The claim was not refuted. That is no proof: the truth is somewhere between the two.")
+    if attacked.members is not None:
+        _print_members(attacked.members)
+    if attacked.pictures is not None:
+        _print_pictures(attacked.pictures)
     if attacked.folder is not None:
         out.print(f"Kept with the run: fairveil report {attacked.folder} shows it.", markup=False, soft_wrap=True)
+
+
+def _print_members(members: Any) -> None:
+    """How well members are told from others, in all and by group."""
+    told = f"Membership inference, {members.records:,} records, {members.models} rehearsals"
+    table = Table(title=told, title_justify="left")
+    for column in ("attack", "group", "AUC", "TPR at 1% FPR", "TPR at 0.1% FPR"):
+        table.add_column(column, justify="left" if column in ("attack", "group") else "right")
+    for name, exposure in members.found.items():
+        for rates in (exposure.everyone, *(exposure.groups if len(exposure.groups) > 1 else ())):
+            low, high = (Text("too few" if rate.value != rate.value else f"{rate.value:.2%}") for rate in rates.tpr)
+            table.add_row(Text(name), Text(rates.name or "all records"), f"{rates.auc.value:.3f}", high, low)
+    out.print(table)
+
+
+def _print_pictures(found: Any) -> None:
+    """How close a record was come to at each strength of protection."""
+    image = found.guesses["mean"].ssim is not None
+    table = Table(title=f"A record of client {found.client}, as found in its update", title_justify="left")
+    for column in ("protection", "PSNR (dB)" if image else "error"):
+        table.add_column(column)
+    for name, likeness in [(a.strength, a.likeness) for a in found.attempts] + [("a guess", found.guesses["mean"])]:
+        table.add_row(name, f"{likeness.psnr:.1f}" if image else f"{likeness.error:.3f}")
+    out.print(table)
 
 
 def print_submitted(result: dict[str, Any]) -> None:

@@ -6,15 +6,20 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fairveil.attacks.audit import SIGNIFICANCE, Audit, audit
+from fairveil.attacks.inversion import Inversion, attack_updates
+from fairveil.attacks.membership import Membership, attack_members
 from fairveil.config import load_config
 from fairveil.errors import UserError
 from fairveil.plan import Plan, make_plan
 from fairveil.run import planned
 from fairveil.store import Store
+
+Tell = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -22,39 +27,54 @@ class Attacked:
     """What attacks have found.
 
     Attributes:
+        members, pictures: None: not asked for.
         folder: of the run that was attacked, where the report finds it; None: a config was.
     """
 
     audit: Audit
+    members: Membership | None
+    pictures: Inversion | None
     folder: Path | None
 
     def to_json(self) -> dict[str, Any]:
-        return self.audit.to_json()
+        found = self.audit.to_json()
+        if self.members is not None:
+            found["membership"] = self.members.to_json()
+        if self.pictures is not None:
+            found["inversion"] = self.pictures.to_json()
+        return found
 
 
 def attack(
     path: Path, settings: Sequence[str] = (), *, canaries: int = 1000, rehearsals: int | None = None,
-    guesses: int | None = None, significance: float = SIGNIFICANCE,
-    tell: Callable[[int, int], None] = lambda done, of: None,
+    guesses: int | None = None, significance: float = SIGNIFICANCE, members: bool = False, pictures: bool = False,
+    shadows: int = 16, tell: Tell = lambda what, done, of: None,
 ) -> Attacked:  # fmt: skip
-    """Audit a config, or a run with the noise that was solved for it.
+    """Audit a config, or a run with the noise that was solved for it; and look for members and records, if asked to.
 
     Args:
         path: of a config, or the folder of a run.
         settings: laid over a config.
+        tell: takes what is done, how often it is, and how often it will be.
 
     Raises:
-        UserError: a folder that is no run, one with settings; whatever `audit` refuses.
+        UserError: a folder that is no run, one with settings; whatever the attacks refuse.
     """
     with ExitStack() as opened:
         store = opened.enter_context(Store(path)) if _is_run(path, settings) else None
-        found = audit(
-            _plan(path, settings, store), canaries=canaries, rehearsals=rehearsals, guesses=guesses,
-            significance=significance, tell=tell,
+        plan = _plan(path, settings, store)
+        seen = attack_updates(plan) if pictures else None  # first what is refused soonest
+        audited = audit(
+            plan, canaries=canaries, rehearsals=rehearsals, guesses=guesses, significance=significance,
+            tell=partial(tell, "audit"),
         )  # fmt: skip
+        told = attack_members(plan, shadows=shadows, tell=partial(tell, "membership")) if members else None
         if store is not None:
-            store.write("attacks/audit.json", json.dumps(found.to_json(), indent=2).encode())
-    return Attacked(found, None if store is None else path)
+            for name, found in (("audit", audited), ("membership", told), ("inversion", seen)):
+                if found is not None:
+                    text = json.dumps(found.to_json(), indent=None if name == "inversion" else 2, allow_nan=False)
+                    store.write(f"attacks/{name}.json", text.encode())
+    return Attacked(audited, told, seen, None if store is None else path)
 
 
 def _is_run(path: Path, settings: Sequence[str]) -> bool:

@@ -16,7 +16,6 @@ guesses there are follows from the plan alone.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,20 +24,18 @@ from typing import Any
 import numpy as np
 
 from fairveil.attacks.canaries import Planting, bearers, capacity, plant
-from fairveil.attacks.evidence import Curve, enough_guesses, lower_bound, refuted_factor
+from fairveil.attacks.claims import claimed_curve
+from fairveil.attacks.evidence import enough_guesses, lower_bound, refuted_factor
 from fairveil.attacks.rehearsal import check_here, rehearse
 from fairveil.attacks.watch import Watch
 from fairveil.attacks.watch_clients import ClientWatch
 from fairveil.attacks.watch_records import RecordWatch
 from fairveil.errors import UserError
 from fairveil.plan import Plan
-from fairveil.privacy.accounting import price
 from fairveil.privacy.ledger import FEDERATION
-from fairveil.privacy.mechanisms import events_of
 from fairveil.privacy.statement import json_number
 
 SIGNIFICANCE = 1e-3
-DELTAS = (1e-12, 1e-9, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.2, 0.35, 0.5)
 MOST_UNASKED = 20  # rehearsals
 
 
@@ -92,7 +89,7 @@ def audit(
     check_here(plan)
     canaries, rehearsals = _spread(plan, canaries, rehearsals)
     _check(plan, canaries, guesses, significance)
-    curve = claimed_curve(plan)
+    curve = claimed_curve(plan, [FEDERATION] if plan.pooled else bearers(plan).tolist())
     if guesses is None:
         guesses = enough_guesses(canaries, claimed, delta, curve, significance)
     inside, odds = [], []
@@ -134,23 +131,6 @@ def audit(
 def watch_of(planting: Planting, name: str) -> Watch:
     """Who looks on."""
     return (ClientWatch if planting.whole else RecordWatch)(planting, name)
-
-
-def claimed_curve(plan: Plan) -> Curve:
-    """What everything that a unit with canaries releases costs, at every delta: all of that is promised."""
-    privacy = plan.config.privacy
-    if plan.price.accountant == "sum":
-        return Curve((plan.price.epsilon,), (0.0,))
-    units = [FEDERATION] if plan.pooled else bearers(plan).tolist()
-    kinds = {frozenset(events_of(plan.releases[unit], plan.holders).items()) for unit in units}
-    known = {}
-    for delta in sorted({*DELTAS, privacy.delta}):
-        prices = [
-            price(dict(kind), delta, adjacency=privacy.adjacency, accountant=privacy.accountant) for kind in kinds
-        ]
-        known[delta] = max(found.epsilon for found in prices)
-    finite = {delta: epsilon for delta, epsilon in known.items() if epsilon < math.inf}
-    return Curve(tuple(finite.values()), tuple(finite))
 
 
 def _spread(plan: Plan, canaries: int, rehearsals: int | None) -> tuple[int, int]:

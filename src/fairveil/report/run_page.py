@@ -23,6 +23,8 @@ from fairveil.report.chart import Chart, in_words, shortened
 from fairveil.report.clusters import assignment_ribbon, cluster_confusion, cluster_plane, recovery
 from fairveil.report.figures import client_dots, client_histogram, clipped_by_round, scores_by_round, signal_by_round
 from fairveil.report.generated import data_plane
+from fairveil.report.inversion import inversion_figure, inversion_table
+from fairveil.report.membership import membership_groups, membership_roc, membership_table
 from fairveil.report.metric import metric_budget_by_round, metric_budget_histogram, step_lengths
 from fairveil.report.page import Card, Page, Section, Table, Text, words
 from fairveil.report.personal import personal_dots, personal_table
@@ -78,8 +80,8 @@ PRIVACY = (
     "and the ledger; prices in this section were computed anew from the run folder."
 )
 ATTACKS = (
-    "What somebody who tries can find out. Attacks give lower bounds, proofs give upper ones: what is found must be less "
-    "than what the guarantee allows, or there is a fault."
+    "What somebody who tries can find out. Attacks give lower bounds, proofs give upper ones: what is found must be "
+    "less than what the guarantee allows, or there is a fault."
 )
 ELSEWHERE = "What is on this page was sent with noise, was declared by the clients, or is public."
 
@@ -247,7 +249,9 @@ def _privacy(run: Run, statement: Statement, spent: Spending) -> list[Any]:
 
 
 def _attacks(run: Run) -> list[Any]:
-    return [*charts(lambda: audit_figure(run)), *filter(None, [audit_table(run)])]
+    audited = [*charts(lambda: audit_figure(run)), *filter(None, [audit_table(run)])]
+    figures = charts(lambda: inversion_figure(run), lambda: membership_roc(run), lambda: membership_groups(run))
+    return [*audited, *figures, *filter(None, [inversion_table(run), membership_table(run)])]
 
 
 def _times(fewest_most: tuple[int, int]) -> str:
