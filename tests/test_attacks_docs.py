@@ -49,10 +49,23 @@ def algorithms() -> str:
 
 def membership() -> str:
     table = read("attacks-membership")
-    rows = [["run", "attack", "AUC, all", *(f"AUC, {g}" for g in ("0°", "90°", "180°")), "TPR at 1%", "at 0.1%", "allowed at 1%"]]
+    rows = [
+        [
+            "run",
+            "attack",
+            "AUC, all",
+            *(f"AUC, {g}" for g in ("0°", "90°", "180°")),
+            "TPR at 1%",
+            "at 0.1%",
+            "allowed at 1%",
+        ]
+    ]
     for (run, attack), part in table.groupby(["run", "attack"], sort=False):
         found = part.set_index("group")
-        cells = [f"{found.auc[g]:.3f} ({found.auc_low[g]:.3f} to {found.auc_high[g]:.3f})" for g in ("all", "0°", "90°", "180°")]
+        cells = [
+            f"{found.auc[g]:.3f} ({found.auc_low[g]:.3f} to {found.auc_high[g]:.3f})"
+            for g in ("all", "0°", "90°", "180°")
+        ]
         everyone = found.loc["all"]
         most = "all" if pd.isna(everyone["allowed_1%"]) else f"{everyone['allowed_1%']:.1%}"
         rows.append([run, attack, *cells, f"{everyone['tpr_1%']:.1%}", f"{everyone['tpr_0.1%']:.2%}", most])
@@ -103,7 +116,9 @@ def test_what_the_page_says_of_pictures_is_so() -> None:
     found = read("attacks-inversion").set_index(["network", "strength"])
     psnr, guess = found["psnr"].astype(float), found["guess_psnr"].iloc[0]
     assert (psnr.xs("none", level="strength") > 20).all()
-    assert (psnr.xs("ε = 10", level="strength") < guess + 2).all() and (psnr.xs("ν = 10", level="strength") < guess + 2).all()
+    assert (psnr.xs("ε = 10", level="strength") < guess + 2).all() and (
+        psnr.xs("ν = 10", level="strength") < guess + 2
+    ).all()
     assert psnr["LeNet", "ν = 0.1"] > 20 and psnr["LeNet", "ν = 1"] < guess + 2
     assert (psnr[["logistic", "mlp"]].xs("ν = 1", level="strength") > guess + 2).all()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
@@ -45,14 +45,13 @@ class RoundBar:
         self.bar.update(self.task, description="rounds" if rounds else "planning", completed=done, total=rounds or None)
 
 
-class ByteBar:
-    """The progress of downloads, a line for each file."""
+class Lines:
+    """The progress of several things, a line each."""
 
-    def __enter__(self) -> ByteBar:
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    def __enter__(self) -> Self:
+        from rich.progress import BarColumn, Progress, TextColumn
 
-        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-        self.bar = Progress(*columns, console=err)
+        self.bar = Progress(TextColumn("{task.description}"), BarColumn(), *self.columns(), console=err)
         self.bar.start()
         self.tasks: dict[str, Any] = {}
         return self
@@ -60,33 +59,33 @@ class ByteBar:
     def __exit__(self, *exception: object) -> None:
         self.bar.stop()
 
-    def show(self, file: str, done: int, total: int | None) -> None:
-        """Take what there is of a file."""
-        if file not in self.tasks:
-            self.tasks[file] = self.bar.add_task(file)
-        self.bar.update(self.tasks[file], completed=done, total=total)
+    def columns(self) -> tuple[Any, ...]:
+        """What is told beside the bars."""
+        raise NotImplementedError
 
-
-class CountBar:
-    """The progress of things that are each done so many times, a line each."""
-
-    def __enter__(self) -> CountBar:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        self.bar = Progress(*columns, console=err)
-        self.bar.start()
-        self.tasks: dict[str, Any] = {}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.stop()
-
-    def show(self, what: str, done: int, of: int) -> None:
-        """Take how often something is done, and how often it will be."""
+    def show(self, what: str, done: int, of: int | None) -> None:
+        """Take how much of a thing is done, and how much there is to do."""
         if what not in self.tasks:
             self.tasks[what] = self.bar.add_task(what)
         self.bar.update(self.tasks[what], completed=done, total=of)
+
+
+class ByteBar(Lines):
+    """Downloads, by file."""
+
+    def columns(self) -> tuple[Any, ...]:
+        from rich.progress import DownloadColumn, TransferSpeedColumn
+
+        return DownloadColumn(), TransferSpeedColumn()
+
+
+class CountBar(Lines):
+    """Things that are done so many times."""
+
+    def columns(self) -> tuple[Any, ...]:
+        from rich.progress import MofNCompleteColumn, TimeElapsedColumn
+
+        return MofNCompleteColumn(), TimeElapsedColumn()
 
 
 def print_statement(statement: Any) -> None:
