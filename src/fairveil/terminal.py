@@ -190,30 +190,28 @@ def print_attacked(attacked: Any) -> None:
     from fairveil.privacy.statement import rounded_up
 
     found = attacked.audit
-    out.print(f"Claimed: epsilon {rounded_up(found.epsilon_claimed)} at delta {found.delta:g} ({found.adjacency}).")
-    out.print(
+    bound, alone, ceiling = (
+        f"{int(1000 * e) / 1000:.3f}"
+        for e in (found.epsilon_lower_bound, found.epsilon_lower_bound_at_delta, found.ceiling)
+    )
+    times = f"{found.rehearsals:,} rehearsal{'s' * (found.rehearsals > 1)}"
+    lines = [
+        f"Claimed: epsilon {rounded_up(found.epsilon_claimed)} at delta {found.delta:g} ({found.adjacency}).",
         f"Found: {found.correct:,} of {found.guesses:,} guesses about {found.canaries:,} canaries are right, in "
-        f"{found.rehearsals:,} rehearsals of {found.rounds:,} rounds ({found.seconds:.0f} s).",
-        soft_wrap=True,
-    )
-    bound, alone = (
-        f"{int(1000 * e) / 1000:.3f}" for e in (found.epsilon_lower_bound, found.epsilon_lower_bound_at_delta)
-    )
-    out.print(
-        f"So epsilon is at least {bound}, with confidence {100 * found.confidence:.4g}% ({alone} from the price at "
-        "this delta alone).",
-        soft_wrap=True,
-    )
+        f"{times} of {found.rounds:,} rounds ({found.seconds:.0f} s).",
+        f"With confidence {100 * found.confidence:.6g}%: epsilon is at least {bound}, if prices at other deltas are in "
+        f"proportion to those claimed; at least {alone}, whatever they are.",
+    ]
     if found.alarm:
-        out.print("ALARM: what is claimed is refuted. Do not rely on this guarantee.")
-    elif found.ceiling <= found.epsilon_claimed < float("inf"):
-        out.print(
-            f"With so few guesses no fault could give an alarm: all of them right would show {found.ceiling:.3f}. More "
-            "--canaries would.",
-            soft_wrap=True,
-        )
-    elif found.epsilon_claimed < float("inf"):
-        out.print("The claim was not refuted. That is no proof: the truth is somewhere between the two.")
+        lines.append("ALARM: what is claimed is refuted. Do not rely on this guarantee.")
+    if found.epsilon_priced > found.epsilon_claimed * (1 + 1e-6):
+        lines.append(f"What is released costs epsilon {rounded_up(found.epsilon_priced)}, priced anew.")
+    if not found.alarm and found.ceiling <= found.epsilon_claimed < float("inf"):
+        lines.append(f"With all guesses right it would be {ceiling}: it takes more --canaries to refute such a claim.")
+    elif not found.alarm and found.epsilon_claimed < float("inf"):
+        lines.append("The claim was not refuted. That is no proof: the truth is somewhere between the two.")
+    for line in lines:
+        out.print(line, soft_wrap=True)
     if attacked.members is not None:
         _print_members(attacked.members)
     if attacked.pictures is not None:

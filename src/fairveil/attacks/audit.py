@@ -16,15 +16,17 @@ guesses there are follows from the plan alone.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from dp_accounting import DpEvent
 
 from fairveil.attacks.canaries import Planting, bearers, capacity, plant
-from fairveil.attacks.claims import claimed_curve
+from fairveil.attacks.claims import claimed_curve, priced_curve
 from fairveil.attacks.evidence import enough_guesses, lower_bound, refuted_factor
 from fairveil.attacks.rehearsal import check_here, rehearse
 from fairveil.attacks.watch import Watch
@@ -32,11 +34,21 @@ from fairveil.attacks.watch_clients import ClientWatch
 from fairveil.attacks.watch_records import RecordWatch
 from fairveil.errors import UserError
 from fairveil.plan import Plan
+from fairveil.privacy.choice import PrivateChoice
+from fairveil.privacy.fair_training import FairTraining
 from fairveil.privacy.ledger import FEDERATION
+from fairveil.privacy.mechanisms import CohortSums, events_of
+from fairveil.privacy.metric import GaussianBall, LaplaceBall
+from fairveil.privacy.moments import NoisyMoments
 from fairveil.privacy.statement import json_number
+from fairveil.privacy.training import NoisyTraining
+from fairveil.privacy.votes import NoisyVotes
 
 SIGNIFICANCE = 1e-3
 MOST_UNASKED = 20  # rehearsals
+LOOKED_AT = (
+    NoisyTraining, FairTraining, PrivateChoice, NoisyMoments, CohortSums, NoisyVotes, LaplaceBall, GaussianBall
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,7 @@ class Audit:
     """What an audit has found."""
 
     epsilon_claimed: float
+    epsilon_priced: float  # what is released, priced anew
     epsilon_lower_bound: float  # by all prices that are claimed together, see `evidence.refuted_factor`
     epsilon_lower_bound_at_delta: float  # by the one at this delta, whatever the others are
     ceiling: float  # the bound, if all guesses had been right: below the claim, no fault could give an alarm
@@ -63,10 +76,12 @@ class Audit:
     @property
     def alarm(self) -> bool:
         """Whether what is claimed is refuted."""
-        return max(self.epsilon_lower_bound, self.epsilon_lower_bound_at_delta) > self.epsilon_claimed
+        bounds = self.epsilon_lower_bound, self.epsilon_lower_bound_at_delta
+        return max(*bounds, self.epsilon_priced * (1 - 1e-6)) > self.epsilon_claimed
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"epsilon_claimed": json_number(self.epsilon_claimed), "alarm": self.alarm}
+        numbers = {name: json_number(getattr(self, name)) for name in ("epsilon_claimed", "epsilon_priced")}
+        return asdict(self) | numbers | {"alarm": self.alarm}
 
 
 def audit(
@@ -86,15 +101,18 @@ def audit(
         UserError: it makes no sense.
     """
     started, claimed, delta = time.perf_counter(), plan.price.epsilon, plan.price.delta
-    check_here(plan)
+    _check(plan, canaries, rehearsals, guesses, significance)
     canaries, rehearsals = _spread(plan, canaries, rehearsals)
-    _check(plan, canaries, guesses, significance)
-    curve = claimed_curve(plan, [FEDERATION] if plan.pooled else bearers(plan).tolist())
+    units = [FEDERATION] if plan.pooled else bearers(plan).tolist()
+    curve, anew = claimed_curve(plan, units), priced_curve(plan, units)
+    if not curve.delta:
+        delta = 0.0  # nothing is claimed, at whatever delta
     if guesses is None:
         guesses = enough_guesses(canaries, claimed, delta, curve, significance)
     inside, odds = [], []
     for number, some in enumerate(np.array_split(np.arange(canaries), rehearsals)):
         planting = plant(plan, len(some), (plan.root, "audit", number))
+        assert _events(planting.plan) == _events(plan)  # or another promise would be audited
         watch = watch_of(planting, f"audit {number}")
         rehearse(planting.plan, watch)
         inside.append(planting.inside)
@@ -110,6 +128,7 @@ def audit(
 
     return Audit(
         epsilon_claimed=claimed,
+        epsilon_priced=dict(zip(anew.delta, anew.epsilon, strict=True)).get(delta, math.inf),
         epsilon_lower_bound=bound(correct),
         epsilon_lower_bound_at_delta=lower_bound(canaries, guesses, correct, delta, significance),
         ceiling=bound(guesses),
@@ -136,9 +155,12 @@ def watch_of(planting: Planting, name: str) -> Watch:
 def _spread(plan: Plan, canaries: int, rehearsals: int | None) -> tuple[int, int]:
     """How many canaries in how many rehearsals: no more in one than can be told apart."""
     at_once = capacity(plan)
-    if rehearsals is None:
-        rehearsals = min(MOST_UNASKED, -(-canaries // at_once))
-    return min(canaries, rehearsals * at_once), rehearsals
+    wanted = min(MOST_UNASKED, -(-canaries // at_once)) if rehearsals is None else min(rehearsals, canaries)
+    return min(canaries, wanted * at_once), wanted
+
+
+def _events(plan: Plan) -> dict[int, Mapping[DpEvent, int]]:
+    return {unit: events_of(releases) for unit, releases in plan.releases.items()}
 
 
 def _guessed(odds: np.ndarray, inside: np.ndarray, guesses: int) -> np.ndarray:
@@ -148,7 +170,16 @@ def _guessed(odds: np.ndarray, inside: np.ndarray, guesses: int) -> np.ndarray:
     return found
 
 
-def _check(plan: Plan, canaries: int, guesses: int | None, significance: float) -> None:
+def _check(
+    plan: Plan, canaries: int, rehearsals: int | None, guesses: int | None, significance: float
+) -> None:  # fmt: skip
+    check_here(plan)
+    if canaries < 1 or (rehearsals is not None and rehearsals < 1):
+        raise UserError(
+            f"{canaries} canaries in {rehearsals} rehearsals make no sense.",
+            "There must be at least one of each. Nothing was run.",
+            "--canaries 1000",
+        )
     if not 0 < significance < 1:
         raise UserError(
             f"significance = {significance:g} makes no sense.",
@@ -161,11 +192,12 @@ def _check(plan: Plan, canaries: int, guesses: int | None, significance: float) 
             "There is a guess for some of them, at least one. Nothing was run.",
             f"--guesses {max(1, canaries // 4)}, or leave it out",
         )
-    if not any(plan.releases.values()):
+    if not any(isinstance(mechanism, LOOKED_AT) for releases in plan.releases.values() for mechanism in releases):
         raise UserError(
-            f"{plan.config.algorithm.name} releases nothing here.",
-            "There is nothing to look at, and nothing to be audited. Nothing was run.",
-            "another algorithm",
+            f"what {plan.config.algorithm.name} releases here cannot be audited.",
+            "The audit knows how to look at training with noise, at noisy sums, votes, choices and statistics, and at\n"
+            "local models within a ball: nothing of that is released. Nothing was run.",
+            "leave out algorithm.faithful, or another algorithm",
         )
     shared = [m for each in plan.releases.values() for m in each if getattr(m, "noised_by", None) is not None]
     if shared and plan.unit == "client":

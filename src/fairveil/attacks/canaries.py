@@ -29,6 +29,7 @@ Key = tuple[int | str, ...]
 SIZES = 10  # of clients with canaries, at most
 LOOKED_AT = 20  # clients whose records say what amounts there are
 VOTERS = 50  # the more vote, the less does one of them count
+HELD = 64  # copies of its record that a whole client holds, at most
 MOST_AT_ONCE = 1 << 27  # numbers in the gradients of one client's canaries, or in what canary clients send
 
 
@@ -138,11 +139,12 @@ def _plant_records(plan: Plan, coins: np.ndarray, key: Key) -> Planting:
 
 def _plant_clients(plan: Plan, coins: np.ndarray, key: Key) -> Planting:
     """New clients. Where it is voted the others hold such votes as well: where they agreed, nobody would count."""
-    facts, count, size = plan.facts, len(coins), int(plan.facts.size.max())
+    facts, count = plan.facts, len(coins)
     canaries, opposite = _pairs(plan, count, key)
     acting = len(facts.size) + np.arange(count)
     backstage, otherwise = acting + count, acting + 2 * count
-    sizes = [size] * count
+    enough = max(HELD, getattr(plan.algorithm, "size_cap", 0))  # that a client weighs as much as any
+    sizes = [min(enough, int(facts.size.max()))] * count
     there, away = (_holdings(plan, made, sizes, (*key, form)) for made, form in _forms(canaries, opposite))
     pairs = facts.adjacency == "replace"
     held = [a if coin or not pairs else b for coin, a, b in zip(coins, there, away, strict=True)]
@@ -151,8 +153,9 @@ def _plant_clients(plan: Plan, coins: np.ndarray, key: Key) -> Planting:
         more |= dict(zip(otherwise.tolist(), away, strict=True))
     gone: dict[int, np.ndarray] = {}
     if plan.algorithm.needs_public:
-        gone = {client: np.arange(size) for client, size in enumerate(plan.federation.size.tolist())}
-        more |= dict(enumerate(_holdings(plan, canaries, list(gone), (*key, "others"))))
+        own = plan.federation.size.tolist()
+        gone = {client: np.arange(size) for client, size in enumerate(own)}
+        more |= dict(enumerate(_holdings(plan, canaries, own, (*key, "others"))))
     wider = replace(
         facts,
         size=np.concatenate([facts.size, [len(each) for each in held]]),
@@ -168,14 +171,16 @@ def _plant_pairs(plan: Plan, coins: np.ndarray, key: Key) -> Planting:
     """Clients of the plan, with all their records exchanged for others: one set of them or another."""
     federation, clients, count = plan.federation, len(plan.facts.size), len(coins)
     who = np.sort(Stream(*key, "who").numpy.choice(clients, count, replace=False))
-    canaries, opposite = _pairs(plan, count, key)
-    sizes = federation.size[who].tolist()
+    canaries, _ = _pairs(plan, count, key)
+    opposite = Records(canaries.x, _others(plan, canaries.y))  # which chooses the same hypothesis now and then
+    own = federation.size[who].tolist()
+    sizes = [min(HELD, size) for size in own]
     there, away = (_holdings(plan, made, sizes, (*key, form)) for made, form in _forms(canaries, opposite))
     held = [a if coin else b for coin, a, b in zip(coins, there, away, strict=True)]
     backstage, otherwise = clients + np.arange(count), clients + count + np.arange(count)
     numbers = np.concatenate([who, backstage, otherwise]).tolist()
     more = dict(zip(numbers, [*held, *there, *away], strict=True))
-    gone = {int(client): np.arange(size) for client, size in zip(who, sizes, strict=True)}
+    gone = {int(client): np.arange(size) for client, size in zip(who, own, strict=True)}
     return Planting(
         plan, replace(plan, federation=planted(federation, more, gone)), coins, True, who[:, None], canaries, opposite,
         backstage, otherwise, np.zeros(0, int),
@@ -223,6 +228,13 @@ def _labels(plan: Plan, count: int, key: Key) -> Tensor:
     looked = range(min(LOOKED_AT, federation.clients))
     largest = max(float(federation.load(client).train.y.abs().max()) for client in looked) or 1.0
     return torch.from_numpy(largest * draw.choice([-1.0, 1.0], count)).float()
+
+
+def _others(plan: Plan, y: Tensor) -> Tensor:
+    """Targets that are none of these: the next class, the classes that a record does not have, the number negated."""
+    if plan.federation.several:
+        return 1 - y
+    return (y + 1) % plan.federation.classes if plan.federation.classes else -y
 
 
 def _joined(many: Sequence[Records]) -> Records:

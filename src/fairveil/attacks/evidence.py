@@ -98,7 +98,8 @@ def refutes(canaries: int, guesses: int, correct: int, curve: Curve, significanc
     # `right`, `wrong`: the sums of i p_i and of (r - i) p_i over what is at t and above; as little as there can be
     right, wrong = correct * significance, (guesses - correct) * significance
     for t in range(correct, 0, -1):
-        needed = float(((right - canaries * intercept) / slope).max())
+        with np.errstate(over="ignore", divide="ignore"):  # of epsilons in the hundreds
+            needed = float(((right - canaries * intercept) / slope).max())
         if needed > wrong:
             right += (t - 1) * (needed - wrong) / (guesses - t + 1)
             wrong = needed

@@ -30,6 +30,7 @@ from fairveil.session import Call, Job
 from fairveil.streams import Stream
 from fairveil.tasks import best_model
 
+KNOWN = 100  # clients without canaries; more are stood for by these
 DRAWS, TOGETHER = 2000, 1 << 23  # of the noise of votes; numbers that are held at once
 MOST_AT_ONCE = 1 << 26  # numbers that clients backstage contribute at once
 REQUEST = "audit"  # under which clients backstage are asked
@@ -42,7 +43,10 @@ class ClientWatch(Watch):
         super().__init__(planting, name)
         self._decoder = Decoder(len(planting.inside))
         self._personal: dict[int, Mapping[str, Tensor]] = {}  # of clients backstage
-        self._apart = np.zeros(len(planting.inside), bool)  # what is seen of these from now on is not covered
+        drawn = Stream(name, "known").numpy.permutation(len(planting.others))[:KNOWN]
+        self._known = planting.others[np.sort(drawn)]  # clients whose contributions are asked for
+        self._stand_for = len(planting.others) / max(1, len(self._known))
+        self._over = False  # whether what is seen from now on is not covered
 
     def log_odds(self) -> NDArray[np.float64]:
         return self._decoder.log_odds()
@@ -69,8 +73,8 @@ class ClientWatch(Watch):
             return torch.cat([value.double().flatten() / (std if math.isfinite(std) else 1.0) for value, std in parts])
 
         base = torch.zeros(sum(math.prod(part.shape) for part in silent.parts), dtype=torch.float64)
-        for share in self._shares(job, silent, planting.others):
-            base += whole(share)
+        for share in self._shares(job, silent, self._known):
+            base += self._stand_for * whole(share)
         parts = torch.stack([whole(share) for share in self._shares(job, silent, planting.backstage)])
         if planting.otherwise is not None:
             instead = torch.stack([whole(share) for share in self._shares(job, silent, planting.otherwise)])
@@ -99,7 +103,7 @@ class ClientWatch(Watch):
         planting, asked = self.planting, {call.client: call.each for call in job.calls}
         acting = planting.holders[:, 0].tolist()
         for clients, like in (
-            (planting.others, planting.others),
+            (self._known, self._known),
             (planting.backstage, acting),
             (planting.otherwise, acting),
         ):
@@ -121,7 +125,7 @@ class ClientWatch(Watch):
             found = [share["votes"] / mechanism.weight for share in self._shares(job, silent, clients)]
             return torch.stack(found) if found else torch.zeros(1, mechanism.queries, mechanism.classes)
 
-        added, mean = votes(planting.backstage).double(), votes(planting.others).double().sum(dim=0)
+        added, mean = votes(planting.backstage).double(), self._stand_for * votes(self._known).double().sum(dim=0)
         if planting.otherwise is not None:
             instead = votes(planting.otherwise).double()
             added, mean = added - instead, mean + instead.sum(dim=0)
@@ -138,18 +142,23 @@ class ClientWatch(Watch):
     def _see_models(self, job: Job, law: LaplaceBall | GaussianBall, values: Mapping[int, Mapping[str, Plain]]) -> None:
         """The ratio of the densities of what was sent, for both forms of a canary.
 
-        Where hypotheses may be anywhere, the promise is for forms that choose the same one: a canary is looked at up to
-        the first round in which its two forms would not.
+        Where hypotheses may be anywhere, the promise is for histories in which both forms choose the same one. So those
+        canaries are looked at whose forms do; and once there is one whose forms do not, nobody any more, since what it
+        sent moves what all get from the next round on.
         """
+        if self._over:
+            return
         planting, model = self.planting, self.planting.before.model
         assert planting.otherwise is not None and planting.instead is not None
         forms = (planting.canaries, planting.instead)
         models, silent = cast(Tensor, job.shared["models"]), replace(law, noise_multiplier=0.0)
         asked = [j for j, client in enumerate(planting.holders[:, 0].tolist()) if client in values]
+        there = asked
         if not math.isfinite(law.spread):
-            for j in asked:
-                self._apart[j] |= len({best_model(model, models, form.take(np.array([j]))) for form in forms}) > 1
-        there = [j for j in asked if not self._apart[j]]
+            there = [
+                j for j in asked if len({best_model(model, models, form.take(np.array([j]))) for form in forms}) == 1
+            ]
+            self._over = len(there) < len(asked)
         replies = [self._ask(job, silent, numbers[there]) for numbers in (planting.backstage, planting.otherwise)]
         found = torch.zeros(len(planting.inside), dtype=torch.float64)
         for j, *pair in zip(there, *replies, strict=True):

@@ -156,7 +156,8 @@ class _Training:
         inside = centre is None or bool(inputs.get("pull_inside", False))
         left = 1.0 if inside else 1 - learning_rate * cast(float, inputs["pull"])  # of a step, after the next one
         powers = left ** np.arange(by.steps)
-        self.std = by.clip_norm * max(by.noise_multiplier, LEAST_NOISE) * math.sqrt(float((powers**2).sum()))
+        bound = by.clip_norm if math.isfinite(by.clip_norm) else 1.0
+        self.std = bound * max(by.noise_multiplier, LEAST_NOISE) * math.sqrt(float((powers**2).sum()))
         self.rate = by.sample_rate * float(powers.sum())
         self.variance = by.sample_rate * (1 - by.sample_rate) * float((powers**2).sum())
         moved = cast(Tensor, value["update"]).double()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import pandas as pd
 from matplotlib.ticker import FuncFormatter, NullFormatter
@@ -20,7 +18,7 @@ def audit_card(run: Run) -> Card | None:
     found = run.attack("audit")
     if found is None:
         return None
-    claimed, alarm = _claimed(found), bool(found["alarm"])
+    claimed, alarm = _number(found["epsilon_claimed"]), bool(found["alarm"])
     value = f"ε ≥ {_down(found['epsilon_lower_bound'])}"
     note = f"claimed {claimed}; {found['correct']:,} of {found['guesses']:,} guesses right"
     return Card("Audit", f"ALARM: {value}" if alarm else value, note, warn=alarm)
@@ -31,15 +29,16 @@ def audit_table(run: Run) -> Table | None:
     found = run.attack("audit")
     if found is None:
         return None
-    sure = f"{100 * found['confidence']:.4g}%"
+    sure = f"{100 * found['confidence']:.6g}%"
     kind = "whole clients" if found["unit"] != "record" else "records"
     lines = [
-        ("epsilon, claimed", _claimed(found)),
-        (f"epsilon, at least, with confidence {sure}", _down(found["epsilon_lower_bound"])),
+        ("epsilon, claimed", _number(found["epsilon_claimed"])),
+        ("epsilon of what is released, priced anew", _number(found["epsilon_priced"])),
         (
-            f"the same, from the price at delta = {found['delta']:g} alone",
-            _down(found["epsilon_lower_bound_at_delta"]),
+            f"epsilon, at least, with confidence {sure}, if prices at other deltas are in proportion to those claimed",
+            _down(found["epsilon_lower_bound"]),
         ),
+        (f"the same, by delta = {found['delta']:g} alone", _down(found["epsilon_lower_bound_at_delta"])),
         (f"canaries ({kind}, {found['adjacency']})", f"{found['canaries']:,}"),
         ("rehearsals of the run that they were in", f"{found['rehearsals']:,}"),
         ("guesses, as many as were fixed beforehand", f"{found['guesses']:,}"),
@@ -91,8 +90,7 @@ def audit_figure(run: Run) -> Chart | None:
     return Chart("audit-guesses", "How well canaries are found", caption, figure, data, marks)
 
 
-def _claimed(found: Mapping[str, Any]) -> str:
-    epsilon = found["epsilon_claimed"]
+def _number(epsilon: float | str) -> str:
     return "none (infinite)" if isinstance(epsilon, str) else rounded_up(float(epsilon))
 
 
