@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 LARGEST = 100.0  # epsilon beyond which none is looked for: so many guesses there never are
-USUAL, SPARE = 8.0, 0.15
+USUAL, SPARE = 8.0, 0.3
 
 
 @dataclass(frozen=True)
