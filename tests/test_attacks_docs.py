@@ -105,11 +105,24 @@ def test_no_sound_run_gave_an_alarm() -> None:
 
 
 def test_what_the_page_says_of_faults_is_so() -> None:
-    """Alarms in all seeds: no noise with 1,000 canaries up to epsilon 4, half of it with 20,000; at 70% in none."""
     table = read("audit-power").set_index(["noise", "canaries", "epsilon"])["alarm"]
-    assert table.loc[0.0, 1000, [1.0, 2.0, 4.0]].all()
-    assert table.loc[0.5, 20_000, [1.0, 2.0, 4.0]].all()
+    assert table.loc[0.0, 1000, [1.0, 2.0, 4.0]].all() and not table.loc[0.0, 1000, 8.0].any()
+    assert table.loc[0.0, 20_000].all()
+    assert table.loc[0.5, 20_000, [2.0, 4.0]].all()
     assert not table.loc[0.7].any()
+
+
+def test_what_the_page_says_of_minorities_is_so() -> None:
+    found = read("attacks-membership").set_index(["run", "attack", "group"])
+
+    def apart(run: str, attack: str) -> bool:
+        """Whether the interval of the minority begins above those of all others."""
+        rows = found.loc[run, attack]
+        return bool(rows.auc_low["0°"] > max(rows.auc_high["90°"], rows.auc_high["180°"]))
+
+    assert apart("r-dpcfl, epsilon 8", "loss threshold") and apart("r-dpcfl, without noise", "likelihood ratio")
+    assert apart("global, without noise", "likelihood ratio")
+    assert not any(apart("global, epsilon 8", attack) for attack in ("loss threshold", "likelihood ratio"))
 
 
 def test_what_the_page_says_of_pictures_is_so() -> None:

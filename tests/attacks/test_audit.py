@@ -534,6 +534,12 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> N
         audit(whole_batches(2.0), **{"canaries": 10, **options})
 
 
+def test_no_more_guesses_than_there_is_room_for_canaries() -> None:
+    of = whole_batches(2.0)
+    with pytest.raises(UserError, match=f"with {capacity(of):,} canaries"):
+        audit(of, canaries=10 * capacity(of), rehearsals=1, guesses=capacity(of) + 1)
+
+
 def test_no_more_rehearsals_than_canaries() -> None:
     assert audit(cohorts(2.0), canaries=2, rehearsals=5).rehearsals == 2
 

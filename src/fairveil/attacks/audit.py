@@ -101,7 +101,7 @@ def audit(
         UserError: it makes no sense.
     """
     started, claimed, delta = time.perf_counter(), plan.price.epsilon, plan.price.delta
-    _check(plan, canaries, rehearsals, guesses, significance)
+    _check(plan, canaries, rehearsals, significance)
     canaries, rehearsals = _spread(plan, canaries, rehearsals)
     units = [FEDERATION] if plan.pooled else bearers(plan).tolist()
     curve, anew = claimed_curve(plan, units), priced_curve(plan, units)
@@ -109,6 +109,12 @@ def audit(
         delta = 0.0  # nothing is claimed, at whatever delta
     if guesses is None:
         guesses = enough_guesses(canaries, claimed, delta, curve, significance)
+    elif not 1 <= guesses <= canaries:
+        raise UserError(
+            f"guesses = {guesses} makes no sense with {canaries:,} canaries.",
+            "There is a guess for some of those that there is room for, at least one. Nothing was run.",
+            f"--guesses {max(1, canaries // 4)}, or leave it out",
+        )
     inside, odds = [], []
     for number, some in enumerate(np.array_split(np.arange(canaries), rehearsals)):
         planting = plant(plan, len(some), (plan.root, "audit", number))
@@ -170,9 +176,7 @@ def _guessed(odds: np.ndarray, inside: np.ndarray, guesses: int) -> np.ndarray:
     return found
 
 
-def _check(
-    plan: Plan, canaries: int, rehearsals: int | None, guesses: int | None, significance: float
-) -> None:  # fmt: skip
+def _check(plan: Plan, canaries: int, rehearsals: int | None, significance: float) -> None:
     check_here(plan)
     if canaries < 1 or (rehearsals is not None and rehearsals < 1):
         raise UserError(
@@ -185,12 +189,6 @@ def _check(
             f"significance = {significance:g} makes no sense.",
             "It is the chance that the bound is too large: between 0 and 1. Nothing was run.",
             "--significance 0.001",
-        )
-    if guesses is not None and not 1 <= guesses <= canaries:
-        raise UserError(
-            f"guesses = {guesses} makes no sense with {canaries:,} canaries.",
-            "There is a guess for some of them, at least one. Nothing was run.",
-            f"--guesses {max(1, canaries // 4)}, or leave it out",
         )
     if not any(isinstance(mechanism, LOOKED_AT) for releases in plan.releases.values() for mechanism in releases):
         raise UserError(
