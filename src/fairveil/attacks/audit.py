@@ -115,16 +115,7 @@ def audit(
             "There is a guess for some of those that there is room for, at least one. Nothing was run.",
             f"--guesses {max(1, canaries // 4)}, or leave it out",
         )
-    inside, odds = [], []
-    for number, some in enumerate(np.array_split(np.arange(canaries), rehearsals)):
-        planting = plant(plan, len(some), (plan.root, "audit", number))
-        assert _events(planting.plan) == _events(plan)  # or another promise would be audited
-        watch = watch_of(planting, f"audit {number}")
-        rehearse(planting.plan, watch)
-        inside.append(planting.inside)
-        odds.append(watch.log_odds())
-        tell(number + 1, rehearsals)
-    right = _guessed(np.concatenate(odds), np.concatenate(inside), guesses)
+    right = _guessed(*_scored(plan, canaries, rehearsals, tell), guesses)
     correct = int(right.sum())
 
     def bound(right: int) -> float:
@@ -151,6 +142,22 @@ def audit(
         seconds=round(time.perf_counter() - started, 1),
         by_certainty=tuple((int(n), int(right[:n].sum())) for n in np.unique(np.geomspace(1, guesses, 30).astype(int))),
     )
+
+
+def _scored(
+    plan: Plan, canaries: int, rehearsals: int, tell: Callable[[int, int], None]
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """The log-odds (canaries,) that each is in, and whether it is."""
+    inside, odds = [], []
+    for number, some in enumerate(np.array_split(np.arange(canaries), rehearsals)):
+        planting = plant(plan, len(some), (plan.root, "audit", number))
+        assert _events(planting.plan) == _events(plan)  # or another promise would be audited
+        watch = watch_of(planting, f"audit {number}")
+        rehearse(planting.plan, watch)
+        inside.append(planting.inside)
+        odds.append(watch.log_odds())
+        tell(number + 1, rehearsals)
+    return np.concatenate(odds), np.concatenate(inside)
 
 
 def watch_of(planting: Planting, name: str) -> Watch:
