@@ -134,12 +134,15 @@ def enough_guesses(canaries: int, epsilon: float, delta: float, curve: Curve, si
     """How many guesses there are to be, from public numbers alone: it is fixed before anything is seen.
 
     So many as promise the largest bound. But more, up to half of the canaries, if it takes more to refute, with all of
-    them right, prices that are larger by a SPARE part: an audit should be able to fail.
+    them right, prices that are larger by a SPARE part, or at least these: an audit should be able to fail.
     """
-    best, larger = best_guesses(canaries, epsilon, delta, significance), curve.scaled(1 + SPARE)
+    best = best_guesses(canaries, epsilon, delta, significance)
     more = np.unique(np.geomspace(best, max(best, canaries // 2), 40).astype(int)).tolist()
-    tried = [best, *more] if curve.delta else []
-    return next((r for r in tried if refutes(canaries, r, r, larger, significance)), best)
+    for prices in (curve.scaled(1 + SPARE), curve) if curve.delta else ():
+        for guesses in (best, *more):
+            if refutes(canaries, guesses, guesses, prices, significance):
+                return guesses
+    return best
 
 
 def best_guesses(canaries: int, epsilon: float, delta: float, significance: float) -> int:
