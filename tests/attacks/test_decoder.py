@@ -117,5 +117,5 @@ def test_the_bound_has_power(epsilon: float) -> None:
 @pytest.mark.statistical
 @pytest.mark.parametrize("epsilon", [4.0, 8.0])
 def test_it_has_power_at_a_confidence_of_a_thousandth(epsilon: float) -> None:
-    """By prices at all deltas. At epsilon 2 it is 0.22 of it, and it takes more than 1,000 canaries for a quarter."""
+    """By prices at all deltas. At epsilon 2 it is 0.23 of it, and it takes more than 1,000 canaries for a quarter."""
     assert _bounds(epsilon, 15, 1e-3)[0] >= epsilon / 4
