@@ -39,6 +39,7 @@ from fairveil.run import run_plan
 from fairveil.streams import Stream
 
 SIGNIFICANCE = 1e-3
+REPLACED = ("fedfdp", "mr-mtl", "pate-fl", "r-dpcfl")  # as well
 CANARIES = {"client": 100, "metric": 120}  # where they take longer
 
 
@@ -326,7 +327,9 @@ def test_no_registered_algorithm_gives_an_alarm(name: str) -> None:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", ["fedfdp", "fedavg", "global", "knn-fl", "mr-mtl", "pate-fl", "r-dpcfl"])
+@pytest.mark.parametrize(
+    "name", ["fedavg", "global", "knn-fl", *(pytest.param(n, marks=pytest.mark.slow) for n in REPLACED)]
+)
 def test_none_with_replaced_units(name: str) -> None:
     """Pairs of canaries: one of two is there. False-alarm rate: 1e-3 each."""
     of = registered(name, 2.0, adjacency="replace")

@@ -19,6 +19,7 @@ from scipy import stats
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from fairveil.attacks import membership
+from fairveil.attacks.claims import priced_curve
 from fairveil.attacks.evidence import Curve
 from fairveil.attacks.exposure import LEVELS, Ranking, allowed, area, exposed
 from fairveil.attacks.likelihood import COMMON, LEAST, Laws, fitted, likelihood_ratios
@@ -308,8 +309,10 @@ def test_whose_records_cost_most_decides() -> None:
         "dataset": "gaussian-clusters", "sizes": "public", "split": {"kind": "natural"},
         "options": {"clients": [2], "records": 50, "test_records": 1, "features": 30, "classes": 4},
     })  # fmt: skip
-    units = (of.units[0], replace(of.units[1], noise_multiplier=0.8 * of.units[1].noise_multiplier))
-    worse = replace(of, units=units)
+    less = replace(of.units[1], noise_multiplier=0.8 * of.units[1].noise_multiplier)
+    dearer = priced_curve(replace(of, units=(of.units[0], less)), [1])
+    epsilon = dict(zip(dearer.delta, dearer.epsilon, strict=True))[of.price.delta]
+    worse = replace(of, units=(of.units[0], replace(less, epsilon=epsilon)))
     assert all(
         a >= b
         for a, b in zip(membership.promised(worse).curve.epsilon, membership.promised(of).curve.epsilon, strict=True)
