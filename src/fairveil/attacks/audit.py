@@ -59,7 +59,7 @@ class Audit:
     epsilon_priced: float  # what is released, priced anew
     epsilon_lower_bound: float  # by all prices that are claimed together, see `evidence.refuted_factor`
     epsilon_lower_bound_at_delta: float  # by the one at this delta, whatever the others are
-    ceiling: float  # the bound, if all guesses had been right: below the claim, no fault could give an alarm
+    ceiling: float  # what the first would be if all guesses had been right
     delta: float
     confidence: float
     canaries: int
